@@ -1,0 +1,1 @@
+"""Who owns which rank: facts in, commands out. See PROTOCOL.md."""

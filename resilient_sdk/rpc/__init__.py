@@ -1,0 +1,1 @@
+"""How processes talk: frames between an agent and its workers, gRPC to the controller."""

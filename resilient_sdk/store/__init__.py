@@ -1,0 +1,1 @@
+"""Where chunks, manifests and the head live: one port, its adapters, and the contract they all pass."""
