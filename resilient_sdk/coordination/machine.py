@@ -121,7 +121,7 @@ class Coordinator:
         for worker in s.workers:
             worker.role = Role.GONE
         s.owners = [None] * s.nproc
-        s.restarts = s.deaths_in_row = s.retries_in_row = 0
+        s.restarts = s.owed = s.deaths_in_row = s.retries_in_row = 0
         s.outcome = s.message = ""
         s.error = {}
         s.first_failures, s.broken_at = [], 0.0
@@ -223,6 +223,8 @@ class Coordinator:
         if was == Role.MEMBER and worker.returned and fact.code == 0:
             self._end_if_all_returned()
             return
+        if was == Role.MEMBER:
+            s.broken_at = s.broken_at or self._now
         self._replace_worker()
         if was == Role.MEMBER:
             self._rank_lost(worker, fact)
@@ -244,9 +246,18 @@ class Coordinator:
             self._end("finished", f"finished at step {s.best}")
 
     def _replace_worker(self) -> None:
+        """Owes a new standby for a dead worker. One that is not needed now waits until the recovery is over:
+        its warm-up would take the processors from those who recover."""
         s = self.state
         if s.restarts < s.max_restarts:
             s.restarts += 1
+            s.owed += 1
+        if not s.broken_at and s.phase == Phase.STEPPING:
+            self._pay_owed(s.owed)
+
+    def _pay_owed(self, count: int) -> None:
+        for _ in range(min(count, self.state.owed)):
+            self.state.owed -= 1
             self._start_worker()
 
     def _rank_lost(self, worker: WorkerState, fact: WorkerExited) -> None:
@@ -292,6 +303,8 @@ class Coordinator:
         if s.phase != Phase.FORMING:
             return
         vacancies, candidates = s.vacancies(), s.candidates()
+        coming = sum(w.role == Role.ORDERED for w in s.workers)
+        self._pay_owed(len(vacancies) - len(candidates) - coming)
         coming = sum(w.role == Role.ORDERED for w in s.workers)
         if len(candidates) >= len(vacancies):
             self._form(list(zip(vacancies, candidates, strict=False)))
@@ -434,6 +447,7 @@ class Coordinator:
         s.recoveries += 1
         self._out.append(Announce(RecoveryFinished(s.generation, step, s.lost, seconds, dict(s.recovery_phases))))
         s.broken_at, s.recovery_phases = 0.0, {}
+        self._pay_owed(s.owed)
 
     def _step_failed(self, fact: StepFailed) -> None:
         worker = self._owner(fact.worker, fact.generation)

@@ -65,6 +65,7 @@ class RunState:
     owners: list[int | None] = field(default_factory=list)  # owners[rank] is a worker
     history: list[list[int]] = field(default_factory=list)  # history[rank]: its owners, oldest first
     restarts: int = 0
+    owed: int = 0  # new workers that will replace dead ones, not ordered yet
     deaths_in_row: int = 0
     retries_in_row: int = 0
 
