@@ -1,10 +1,10 @@
 """DeepSpeed training that survives crashed ranks, hangs and lost processes, bit for bit.
 
-    import resilient_sdk as rs
+import resilient_sdk as rs
 
-    run = rs.launch(train, nproc=4, standbys=1)     # returns at once; the run lives on its own
-    run = rs.attach("run-1a2b3c4d")                 # from anywhere, at any time
-    job = rs.job()                                  # in a script under `resilient run train.py`
+run = rs.launch(train, nproc=4, standbys=1)     # returns at once; the run lives on its own
+run = rs.attach("run-1a2b3c4d")                 # from anywhere, at any time
+job = rs.job()                                  # in a script under `resilient run train.py`
 """
 
 __version__ = "0.1.0"
@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from resilient_sdk.errors import ResilientError
-    from resilient_sdk.launch.run import Run, Status, attach, launch, resume, runs
+    from resilient_sdk.runtime.run import Run, Status, attach, launch, resume, runs
     from resilient_sdk.training.job import Job, job
 
 _HOMES = {
     "Job": "resilient_sdk.training.job",
     "ResilientError": "resilient_sdk.errors",
-    "Run": "resilient_sdk.launch.run",
-    "Status": "resilient_sdk.launch.run",
-    "attach": "resilient_sdk.launch.run",
+    "Run": "resilient_sdk.runtime.run",
+    "Status": "resilient_sdk.runtime.run",
+    "attach": "resilient_sdk.runtime.run",
     "job": "resilient_sdk.training.job",
-    "launch": "resilient_sdk.launch.run",
-    "resume": "resilient_sdk.launch.run",
-    "runs": "resilient_sdk.launch.run",
+    "launch": "resilient_sdk.runtime.run",
+    "resume": "resilient_sdk.runtime.run",
+    "runs": "resilient_sdk.runtime.run",
 }
 __all__ = ["Job", "ResilientError", "Run", "Status", "attach", "job", "launch", "resume", "runs"]
 

@@ -310,7 +310,9 @@ def fact_from(record: Mapping[str, Any]) -> Fact:
     """
     kind = _KINDS.get(str(record.get("fact")))
     if kind is None:
-        raise CoordinationError(f"unknown fact {record.get('fact')!r}", fix="Use one version of resilient_sdk in a run.")
+        raise CoordinationError(
+            f"unknown fact {record.get('fact')!r}", fix="Use one version of resilient_sdk in a run."
+        )
     known = {f.name: f for f in fields(kind)}
     values = {name: _thaw(value) for name, value in record.items() if name in known}
     try:

@@ -60,7 +60,11 @@ class FaultPlan:
             return True
         for strike in range(times):
             try:
-                os.close(os.open(self._marks / f"fault-{number}-{strike}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+                os.close(
+                    os.open(
+                        self._marks / f"fault-{number}-{strike}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600
+                    )
+                )
             except FileExistsError:
                 continue
             return True

@@ -90,7 +90,9 @@ class Coordinator:
         self._out, self._now = [], now
         handler = _HANDLERS.get(type(fact))
         if handler is None:
-            raise InvalidTransition(f"{type(fact).__name__} is not for the coordinator", state=self.state.phase)
+            raise InvalidTransition(
+                f"{type(fact).__name__} is not for the coordinator", state=self.state.phase
+            )
         if self.state.phase != Phase.ENDED or isinstance(fact, RunResumed):
             handler(self, fact)
         return self._out
@@ -238,7 +240,9 @@ class Coordinator:
             self._end_if_all_returned()
         else:
             how = _describe(fact)
-            self._end("failed", f"rank {worker.rank} {how} after its last step", {"rank": worker.rank, "kind": how})
+            self._end(
+                "failed", f"rank {worker.rank} {how} after its last step", {"rank": worker.rank, "kind": how}
+            )
 
     def _end_if_all_returned(self) -> None:
         s = self.state
@@ -268,12 +272,23 @@ class Coordinator:
         s.deaths_in_row += 1
         self._out.append(Announce(RankLost(s.generation, rank, worker.worker, how)))
         if fact.code is not None and fact.code != _LEFT:
-            failure = {"kind": "exit", "message": how, "rank": rank, "step": worker.step, "at": fact.at, "traceback": ""}
+            failure = {
+                "kind": "exit",
+                "message": how,
+                "rank": rank,
+                "step": worker.step,
+                "at": fact.at,
+                "traceback": "",
+            }
             if self._seen_before(failure):
                 self._end("failed", f"rank {rank} {how} at step {worker.step}, twice", failure)
                 return
         if s.deaths_in_row >= max(6, 2 * s.nproc):
-            self._end("failed", f"{s.deaths_in_row} ranks died in a row without a finished step", {"rank": rank, "kind": how})
+            self._end(
+                "failed",
+                f"{s.deaths_in_row} ranks died in a row without a finished step",
+                {"rank": rank, "kind": how},
+            )
             return
         if s.phase == Phase.FORMING:
             self._fill()
@@ -445,7 +460,9 @@ class Coordinator:
             return
         seconds = self._now - s.broken_at
         s.recoveries += 1
-        self._out.append(Announce(RecoveryFinished(s.generation, step, s.lost, seconds, dict(s.recovery_phases))))
+        self._out.append(
+            Announce(RecoveryFinished(s.generation, step, s.lost, seconds, dict(s.recovery_phases)))
+        )
         s.broken_at, s.recovery_phases = 0.0, {}
         self._pay_owed(s.owed)
 
@@ -495,7 +512,11 @@ class Coordinator:
 
     def _fail(self, failure: dict[str, Any]) -> None:
         first = min(
-            [f for f in self.state.first_failures if f["kind"] == failure["kind"] and f["step"] == failure["step"]]
+            [
+                f
+                for f in self.state.first_failures
+                if f["kind"] == failure["kind"] and f["step"] == failure["step"]
+            ]
             + [failure],
             key=lambda f: float(f["at"]),
         )

@@ -122,6 +122,8 @@ class Client:
 def _unreachable(problem: grpc.RpcError) -> RunUnreachable:
     code, details = problem.code(), problem.details()
     if code == grpc.StatusCode.UNAUTHENTICATED:
-        return RunUnreachable("the run's controller refused the token", fix="Only the run's owner may reach it.")
+        return RunUnreachable(
+            "the run's controller refused the token", fix="Only the run's owner may reach it."
+        )
     return RunUnreachable(f"the run's controller does not answer ({code.name.lower()}: {details})",
                           fix="If it was killed it comes back by itself within seconds; ask again.")  # fmt: skip

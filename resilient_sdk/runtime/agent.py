@@ -23,9 +23,9 @@ from resilient_sdk.config import child_environment
 from resilient_sdk.coordination.commands import Command, KillWorker, StartWorker, command_from
 from resilient_sdk.errors import RunUnreachable
 from resilient_sdk.events import AgentJoined, Beat, Fact, StepBegun, WorkerExited, WorkerStarted, fact_from
-from resilient_sdk.launch.detached import detach, start_detached
-from resilient_sdk.launch.processes import ProcessId, adopt_orphans
-from resilient_sdk.launch.rundir import RunDirectory
+from resilient_sdk.runtime.detached import detach, start_detached
+from resilient_sdk.runtime.processes import ProcessId, adopt_orphans
+from resilient_sdk.runtime.rundir import RunDirectory
 from resilient_sdk.rpc import resilient_pb2 as pb
 from resilient_sdk.rpc.channels import Client
 from resilient_sdk.rpc.frames import Channel, ChannelClosed, channel_pair
@@ -138,7 +138,7 @@ class Agent:
         channel, theirs = channel_pair()
         with open(self._directory.logs / "zygote.log", "ab") as log:
             self._zygote = subprocess.Popen(
-                [sys.executable, "-m", "resilient_sdk.launch.zygote", str(theirs.fileno()), str(self._directory.path)],
+                [sys.executable, "-m", "resilient_sdk.runtime.zygote", str(theirs.fileno()), str(self._directory.path)],
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=child_environment(),
             )  # fmt: skip
         theirs.close()
@@ -223,7 +223,9 @@ class Agent:
         _, status = os.waitpid(worker.pid, 0)
         del self._workers[worker.number]
         code = os.waitstatus_to_exitcode(status)
-        self._report(WorkerExited(worker.number, code if code >= 0 else None, -code if code < 0 else None, at))
+        self._report(
+            WorkerExited(worker.number, code if code >= 0 else None, -code if code < 0 else None, at)
+        )
 
     def _hear_last_words(self, worker: _Worker) -> None:
         """What it said before it died is reported before its death."""
@@ -324,7 +326,9 @@ class Agent:
                     self._take_command(answer.command)
         except RunUnreachable:
             if process.alive():
-                print(f"agent: controller {process.pid} dropped the stream, connecting again", file=sys.stderr)  # noqa: T201
+                print(
+                    f"agent: controller {process.pid} dropped the stream, connecting again", file=sys.stderr
+                )  # noqa: T201
         finally:
             self._outbox.end_stream()
             client.close()

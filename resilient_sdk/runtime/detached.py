@@ -7,7 +7,7 @@ import sys
 from resilient_sdk.clock import SYSTEM_CLOCK
 from resilient_sdk.config import child_environment
 from resilient_sdk.errors import RunUnreachable
-from resilient_sdk.launch.rundir import RunDirectory
+from resilient_sdk.runtime.rundir import RunDirectory
 
 START_S = 30.0
 
@@ -23,7 +23,7 @@ def start_detached(directory: RunDirectory, name: str) -> None:
     log_path = directory.logs / f"{name}.log"
     with open(log_path, "ab") as log:
         starter = subprocess.run(
-            [sys.executable, "-m", f"resilient_sdk.launch.{name}", str(directory.path)],
+            [sys.executable, "-m", f"resilient_sdk.runtime.{name}", str(directory.path)],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=child_environment(), check=False,
         )  # fmt: skip
     deadline = SYSTEM_CLOCK.monotonic() + START_S

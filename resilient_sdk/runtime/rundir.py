@@ -1,11 +1,11 @@
 """The run directory: where the processes of a run and its owner find each other. 0700; its files 0600.
 
-    run.json          settings, written once        token             the run's secret
-    entry.pkl         the function, if it is one    state.json        the controller's memory
-    controller.json   pid, address                  agent.json        pid
-    events.jsonl      the journal of facts          logs/             a file a process
-    rendezvous/       a file a generation           faults/           marks of a chaos drill
-    store/            the embedded store, unless settings name another
+run.json          settings, written once        token             the run's secret
+entry.pkl         the function, if it is one    state.json        the controller's memory
+controller.json   pid, address                  agent.json        pid
+events.jsonl      the journal of facts          logs/             a file a process
+rendezvous/       a file a generation           faults/           marks of a chaos drill
+store/            the embedded store, unless settings name another
 """
 
 import json
@@ -19,7 +19,7 @@ from typing import Any
 from resilient_sdk.config import FORMAT, RunSettings, home, memory_root
 from resilient_sdk.errors import ConfigError, NewerFormat, RunNotFound
 from resilient_sdk.ids import RunId, is_run_id
-from resilient_sdk.launch.processes import ProcessId
+from resilient_sdk.runtime.processes import ProcessId
 
 
 class RunDirectory:
@@ -149,7 +149,10 @@ def create(settings: RunSettings) -> RunDirectory:
         for name in ("logs", "faults"):
             (path / name).mkdir(mode=0o700)
     except FileExistsError as problem:
-        raise ConfigError(f"run {settings.run} exists", fix=f"Choose another id, or go on with `resilient run --resume {settings.run}`.") from problem
+        raise ConfigError(
+            f"run {settings.run} exists",
+            fix=f"Choose another id, or go on with `resilient run --resume {settings.run}`.",
+        ) from problem
     except OSError as problem:
         raise ConfigError(f"cannot make the run directory {path}: {problem.strerror}",
                           fix="Set RESILIENT_HOME to a directory you may write to.") from problem  # fmt: skip

@@ -17,9 +17,9 @@ from resilient_sdk.config import FaultSetting, settings_from
 from resilient_sdk.coordination.state import Phase, Role, RunState, WorkerState
 from resilient_sdk.errors import CannotPickle, ConfigError, NoStandbyLeft, RunError, RunFailed, RunUnreachable
 from resilient_sdk.ids import RunId, new_run_id
-from resilient_sdk.launch import rundir
-from resilient_sdk.launch.detached import start_detached
-from resilient_sdk.launch.rundir import RunDirectory
+from resilient_sdk.runtime import rundir
+from resilient_sdk.runtime.detached import start_detached
+from resilient_sdk.runtime.rundir import RunDirectory
 from resilient_sdk.rpc.channels import Client
 from resilient_sdk.store.address import open_store
 
@@ -125,7 +125,9 @@ class Run:
         """
         history = self._state().history
         if not 0 <= rank < len(history):
-            raise ConfigError(f"run {self.id} has no rank {rank}", fix=f"Its ranks are 0 to {len(history) - 1}.")
+            raise ConfigError(
+                f"run {self.id} has no rank {rank}", fix=f"Its ranks are 0 to {len(history) - 1}."
+            )
         return "".join(self._log(worker) for worker in history[rank])
 
     def events(self) -> list[dict[str, Any]]:
@@ -134,7 +136,9 @@ class Run:
         if not path.exists():
             return []
         # A line that is still being written has no end yet.
-        return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        return [
+            json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")
+        ]
 
     # ---- inside ----
 
@@ -224,7 +228,11 @@ def raise_for(status: Status) -> None:
 def _after_failure(status: Status) -> str:
     rank = status.error.get("rank")
     where = f"`resilient logs {status.run} --rank {rank}` has the whole traceback" if rank is not None else ""
-    resume = f"`resilient run --resume {status.run}` goes on at step {status.committed}" if status.committed else ""
+    resume = (
+        f"`resilient run --resume {status.run}` goes on at step {status.committed}"
+        if status.committed
+        else ""
+    )
     return "; ".join(part for part in (where, resume) if part) + "." if where or resume else ""
 
 

@@ -16,7 +16,7 @@ from resilient_sdk.config import RunSettings
 from resilient_sdk.coordination.commands import Join, StandBy
 from resilient_sdk.events import StandbyReady, TrainFailed, TrainReturned
 from resilient_sdk.faults import Fault, FaultPlan
-from resilient_sdk.launch.rundir import RunDirectory
+from resilient_sdk.runtime.rundir import RunDirectory
 from resilient_sdk.rpc.frames import Channel
 from resilient_sdk.training.job import Job, NeedsRank, set_current, why
 from resilient_sdk.training.member import EXIT_LEFT, GenerationOver, Member, Unwound, WorkerContext
@@ -99,7 +99,14 @@ def _failed(job: Job, member: Member, problem: Exception) -> int:
     """Waits for the verdict: was it the user's code, or a peer's death?"""
     text = "".join(traceback.format_exception(problem))
     member.tell(
-        TrainFailed(member.context.worker, job.generation, type(problem).__name__, str(problem), text, SYSTEM_CLOCK.wall())
+        TrainFailed(
+            member.context.worker,
+            job.generation,
+            type(problem).__name__,
+            str(problem),
+            text,
+            SYSTEM_CLOCK.wall(),
+        )
     )
     try:
         member.await_of_generation(job.generation)

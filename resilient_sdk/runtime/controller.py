@@ -26,12 +26,21 @@ from resilient_sdk.coordination.commands import WORKER_COMMANDS, Announce, Comma
 from resilient_sdk.coordination.machine import Coordinator
 from resilient_sdk.coordination.state import Phase, RunState
 from resilient_sdk.errors import ResilientError
-from resilient_sdk.events import Beat, Fact, HeadMoved, RunResumed, RunStarted, StepBegun, StopRequested, fact_from
+from resilient_sdk.events import (
+    Beat,
+    Fact,
+    HeadMoved,
+    RunResumed,
+    RunStarted,
+    StepBegun,
+    StopRequested,
+    fact_from,
+)
 from resilient_sdk.ids import Generation, Step
-from resilient_sdk.launch.agent import SHUTDOWN
-from resilient_sdk.launch.detached import detach, start_detached
-from resilient_sdk.launch.processes import ProcessId
-from resilient_sdk.launch.rundir import RunDirectory
+from resilient_sdk.runtime.agent import SHUTDOWN
+from resilient_sdk.runtime.detached import detach, start_detached
+from resilient_sdk.runtime.processes import ProcessId
+from resilient_sdk.runtime.rundir import RunDirectory
 from resilient_sdk.rpc import resilient_pb2 as pb
 from resilient_sdk.rpc.channels import Server
 from resilient_sdk.store.address import open_store

@@ -12,8 +12,8 @@ import sys
 import traceback
 from pathlib import Path
 
-from resilient_sdk.launch import worker
-from resilient_sdk.launch.processes import die_with_parent
+from resilient_sdk.runtime import worker
+from resilient_sdk.runtime.processes import die_with_parent
 from resilient_sdk.rpc.frames import Channel, ChannelClosed
 from resilient_sdk.training.engine import preload
 
