@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient_sdk.errors import NewerFormat
+from resilient_sdk.errors import ConfigError, NewerFormat
 from resilient_sdk.training.rng import capture_rng, derive_seed, isolated_rng, restore_rng, seed_everything
 
 
@@ -73,6 +73,26 @@ def test_seeding_is_what_users_expect() -> None:
     np.random.seed(7)
     torch.manual_seed(7)
     assert ours == (random.random(), np.random.random(), torch.rand(1).item())
+
+
+def test_the_current_device_follows_the_rank_to_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for CUDA: which state goes to which device, not CUDA's own numbers."""
+    devices = {index: torch.full((16,), index, dtype=torch.uint8) for index in range(3)}
+    current = 2
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(devices))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: list(devices.values()))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, index: devices.update({index: state}))
+    state = capture_rng()
+    devices = {index: torch.zeros(16, dtype=torch.uint8) for index in range(2)}
+    current = 0
+    restore_rng(state)
+    assert [int(device[0]) for device in devices.values()] == [2, 1]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="no CUDA"):
+        restore_rng(state)
 
 
 def test_newer_state_is_refused() -> None:
