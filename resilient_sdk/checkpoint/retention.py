@@ -32,10 +32,17 @@ Stored = Mapping[ManifestRef, Manifest | None]
 @dataclass(frozen=True, slots=True)
 class Policy:
     """Keep the `keep` newest committed steps, and all that is newer than the head. Above `budget_bytes` (of
-    this rank's chunks; None: no limit) only the head's step and what is newer."""
+    this rank's chunks; None: no limit) only the head's step and what is newer.
+
+    `nice` is the uploading thread's priority, 19 the lowest. The lowest leaves training alone as long as a
+    core is free now and then. Where more threads want to run than there are cores it starves the uploads, and
+    a thread that waits for a core while it has the interpreter's lock makes training wait, too: 5 is better
+    there.
+    """
 
     keep: int = 2
     budget_bytes: int | None = None
+    nice: int = 19
 
     def __post_init__(self) -> None:
         if self.keep < 1:

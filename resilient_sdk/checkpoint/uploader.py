@@ -4,7 +4,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -22,7 +22,7 @@ from resilient_sdk.store.base import Store
 from resilient_sdk.store.wrappers import WrappedStore
 
 _logger = logging.getLogger(__name__)
-_LOWEST_PRIORITY = 19
+_ORPHANED_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,8 @@ class Uploader:
         self._identity = identity
         self._on_outcome = on_outcome
         self._faults = faults
-        self._namespace = Namespace(self._store, identity, policy or Policy())
+        self._policy = policy or Policy()
+        self._namespace = Namespace(self._store, identity, self._policy)
         self._last: tuple[ManifestRef, Manifest] | None = None
         self._committed: set[Step] = set()
         # What the callers leave for the thread; guarded by this condition, which is never held during I/O.
@@ -164,7 +165,7 @@ class Uploader:
             self._target = None
 
     def _run(self) -> None:
-        _lower_priority()
+        _lower_priority(self._policy.nice)
         self._attempt("look at what is stored", self._open)
         while work := self._next():
             work()
@@ -174,15 +175,16 @@ class Uploader:
             while True:
                 if self._answers:
                     return partial(self._tell, self._answers.popleft())
-                if self._closing:
+                if self._closing or not threading.main_thread().is_alive():
                     return None
                 if self._moves:
-                    self._committed.update(self._moves)
+                    self._learn(self._moves)
                     self._moves.clear()
                     return self._retain
                 if self._pinned is not None:
                     return partial(self._upload, self._take())
-                self._changed.wait()
+                # Looks up now and then: a program that ends without `close` must end all the same.
+                self._changed.wait(_ORPHANED_SECONDS)
 
     def _take(self) -> Pinned:
         pinned, self._pinned, self._target = self._pinned, None, None
@@ -240,8 +242,11 @@ class Uploader:
         head = read_head(self._store)
         if head is not None:
             # An earlier life of this rank was told which steps were committed; keep those, for they may be.
-            self._committed.update(ref.step for ref in self._namespace.refs if ref.step <= head.step)
-            self._committed.add(head.step)
+            self._learn({head.step, *(ref.step for ref in self._namespace.refs if ref.step <= head.step)})
+
+    def _learn(self, steps: Iterable[Step]) -> None:
+        # Only as many as will ever be kept: a run has millions of steps.
+        self._committed = set(sorted({*self._committed, *steps})[-self._policy.keep :])
 
     def _retain(self) -> None:
         self._attempt("delete old steps", lambda: self._namespace.retain(self._committed))
@@ -277,9 +282,9 @@ class _Cuttable(WrappedStore):
             raise StoreUnavailable("the uploader is closing", fix="give it more time to close")
 
 
-def _lower_priority() -> None:
-    # Training's cores come first. On Linux a thread has a priority of its own.
+def _lower_priority(nice: int) -> None:
+    # On Linux a thread has a priority of its own; training's stays as it is.
     try:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
     except OSError as error:
         _logger.info("the uploader runs at normal priority: %s", error)

@@ -21,7 +21,6 @@ from resilient_sdk.checkpoint.slot import Slot
 from resilient_sdk.checkpoint.testing import ArraySource, is_state, random_sources
 from resilient_sdk.errors import (
     Corrupt,
-    InvalidTransition,
     NewerFormat,
     NothingToRestore,
     StoreFull,
@@ -343,57 +342,6 @@ def test_a_lower_step_of_a_later_generation_is_the_newer_one(place: Path) -> Non
     assert file.newest() == 5
     capture(file, 6, generation=2)
     assert file.steps() == (6, 5)
-
-
-def test_the_pinned_slot_survives_ten_captures(place: Path) -> None:
-    file = SnapshotFile(place, sizes=SMALL)
-    capture(file, 1)
-    pinned = file.pin(1)
-    before = pinned.stream.tobytes()
-    for step in range(2, 12):
-        capture(file, step)
-        assert file.steps() == tuple(dict.fromkeys((*range(step, max(step - 2, 1), -1), 1)))
-        assert pinned.stream.tobytes() == before
-        assert file.holds(pinned)
-    assert holds(file, 1)
-    file.release(pinned)
-    capture(file, 12)
-    assert file.steps() == (12, 11, 10)
-
-
-def test_pins_count_and_only_one_slot_is_pinned(place: Path) -> None:
-    file = SnapshotFile(place, sizes=SMALL)
-    with pytest.raises(NothingToRestore):
-        file.pin(1)
-    capture(file, 1)
-    capture(file, 2)
-    pinned = file.pin(1)
-    assert file.pin(1).slot == pinned.slot
-    with pytest.raises(InvalidTransition):
-        file.pin(2)
-    file.release(pinned)
-    with pytest.raises(InvalidTransition):
-        file.pin(2)
-    file.release(pinned)
-    with pytest.raises(InvalidTransition):
-        file.release(pinned)
-    file.release(file.pin(2))
-
-
-def test_a_pinned_step_that_is_rolled_back_is_said_so_but_not_torn(place: Path) -> None:
-    file = SnapshotFile(place, sizes=SMALL)
-    capture(file, 1)
-    capture(file, 2)
-    pinned = file.pin(2)
-    before = pinned.stream.tobytes()
-    file.forget_after(1)
-    assert not file.holds(pinned)
-    for step in (2, 3, 4):
-        capture(file, step, generation=2)
-        assert pinned.stream.tobytes() == before
-    assert not file.holds(pinned)
-    assert file.steps() == (4, 3)
-    file.release(pinned)
 
 
 def test_a_full_memory_is_an_error_with_a_fix(tmp_path: Path) -> None:

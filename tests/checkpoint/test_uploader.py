@@ -2,6 +2,8 @@
 
 import os
 import queue
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -231,6 +233,16 @@ def test_retention_follows_the_head(bench: Bench) -> None:
     bench.stored(uploader, 6)
 
 
+def test_chunks_of_a_manifest_that_was_deleted_are_written_again(bench: Bench) -> None:
+    uploader = bench.uploader()
+    bench.capture(uploader, 1)
+    first = bench.stored(uploader, 1)
+    uploader.head_moved(2)
+    eventually(lambda: list(bench.inner.keys()) == [])
+    bench.capture(uploader, 3)
+    assert bench.stored(uploader, 3).nbytes == first.nbytes
+
+
 def test_over_the_budget_is_skipped_with_the_reason(bench: Bench) -> None:
     uploader = bench.uploader(policy=Policy(budget_bytes=1000))
     bench.capture(uploader, 1)
@@ -314,15 +326,16 @@ def test_a_listener_that_raises_does_not_end_the_uploads(bench: Bench) -> None:
     assert uploader.close(WAIT)
 
 
-def test_the_thread_has_a_name_and_the_lowest_priority_alone(bench: Bench) -> None:
+@pytest.mark.parametrize(("policy", "nice"), [(Policy(), 19), (Policy(nice=5), 5)])
+def test_the_thread_has_a_name_and_a_low_priority_alone(bench: Bench, policy: Policy, nice: int) -> None:
     before = os.getpriority(os.PRIO_PROCESS, 0)
-    uploader = bench.uploader()
+    uploader = bench.uploader(policy=policy)
     bench.capture(uploader, 1)
     bench.stored(uploader, 1)
     thread = next(thread for thread in threading.enumerate() if thread.name == "uploader-0")
     assert not thread.daemon
     assert thread.native_id is not None
-    assert os.getpriority(os.PRIO_PROCESS, thread.native_id) == 19
+    assert os.getpriority(os.PRIO_PROCESS, thread.native_id) == nice
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
@@ -343,3 +356,20 @@ def test_questions_captures_and_rollbacks_at_random_get_one_answer_each(bench: B
     for ref in stored_steps(bench.inner, 0, bench.run.key):
         state = read_state(bench.inner, ref, bench.run.key)
         assert bench.run.is_it(state, 0, ref.step, ref.generation)
+
+
+FORGETFUL = """
+import sys
+from pathlib import Path
+from resilient_sdk.checkpoint import Identity, SnapshotFile, Uploader
+from resilient_sdk.store import MemoryStore
+Uploader(MemoryStore(), SnapshotFile(Path(sys.argv[1])), Identity("r", 0, 1, b"k" * 16), print)
+raise RuntimeError("a user's bug")
+"""
+
+
+def test_a_program_that_never_closes_it_ends_all_the_same(run: Any) -> None:
+    command = [sys.executable, "-c", FORGETFUL, str(run.root / "rank")]
+    ended = subprocess.run(command, check=False, capture_output=True, timeout=WAIT)
+    assert ended.returncode == 1
+    assert b"a user's bug" in ended.stderr
