@@ -51,7 +51,8 @@ class Group:
         self._timeout = timedelta(seconds=timeout_s)
         self._keep_ports = frozenset(keep_ports)
         self._before = _socket_inodes()
-        self._watched: set[int] = set()
+        self._watched: frozenset[int] = frozenset()
+        self._complete = False
         self._left = False
         self._aborted = False
 
@@ -99,16 +100,18 @@ class Group:
                 f"rank {rank} of {world_size} could not form the group: {error}"
             ) from error
         group.watch_sockets()
+        group._complete = False  # the engine's own groups are still to come
         return group
 
     def watch_sockets(self) -> None:
         """Call again after the engine is built: it makes groups of its own.
 
         Records the connected TCP sockets opened since `form` began, by inode; never a listener (shutting one
-        down crashes gloo), never the store's connection. Also gives every group the timeout: DeepSpeed's
-        new_group passes none, so torch's 30 minutes would hold.
+        down crashes gloo), never the store's connection. What is opened later is the user's, and spared. Also
+        gives every group the timeout: DeepSpeed's new_group passes none, so torch's 30 minutes would hold.
         """
-        self._watched = set(_connected_since(self._before, self._keep_ports))
+        self._watched = _connected_since(self._before, self._keep_ports)
+        self._complete = True
         for group in list(distributed_c10d._world.pg_names):
             with suppress(RuntimeError, ValueError, AttributeError):
                 distributed_c10d._set_pg_timeout(self._timeout, group)
@@ -124,7 +127,9 @@ class Group:
         self._aborted = True  # ends a wait in the store, where a rank is met that died before it connected
         if dist.is_nccl_available() and torch.cuda.is_available():
             _abort_nccl()
-        watched = self._watched | set(_connected_since(self._before, self._keep_ports))
+        watched = self._watched
+        if not self._complete:
+            watched |= _connected_since(self._before, self._keep_ports)
         for inode, descriptor in _descriptors():
             if inode in watched:
                 _shut_down(descriptor, inode)
@@ -132,7 +137,7 @@ class Group:
     def leave(self) -> None:
         """Main thread, after engine.tear_down (which resets DeepSpeed's own groups): nothing remains."""
         self._left = True
-        self._watched = set()
+        self._watched = frozenset()
         if dist.is_initialized():
             dist.destroy_process_group()
         _held.clear()
@@ -247,9 +252,9 @@ def _socket_inodes() -> frozenset[int]:
     return frozenset(inode for inode, _ in _descriptors())
 
 
-def _connected_since(before: frozenset[int], keep_ports: frozenset[int]) -> list[int]:
+def _connected_since(before: frozenset[int], keep_ports: frozenset[int]) -> frozenset[int]:
     """Inodes of connected TCP sockets that are not in `before` and use none of the ports."""
-    found = []
+    found = set()
     for inode, descriptor in _descriptors():
         if inode in before:
             continue
@@ -259,8 +264,8 @@ def _connected_since(before: frozenset[int], keep_ports: frozenset[int]) -> list
             if own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 continue
             if keep_ports.isdisjoint((own.getsockname()[1], own.getpeername()[1])):
-                found.append(inode)
-    return found
+                found.add(inode)
+    return frozenset(found)
 
 
 def _shut_down(descriptor: int, inode: int) -> None:

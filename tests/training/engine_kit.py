@@ -40,6 +40,9 @@ class Net(nn.Module):
 def make_model(args):
     def factory():
         torch.manual_seed(7)
+        if args.get("zero_init"):
+            with deepspeed.zero.Init(config_dict_or_path={**config_of(args), "train_batch_size": None}):
+                return Net(args.get("width", 24), args.get("layers", 1))
         return Net(args.get("width", 24), args.get("layers", 1))
 
     return factory

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import time
@@ -217,15 +218,35 @@ def rehearsal_undone(args, slot, store):
 
 
 def timeouts(args, slot, store):
+    """Every group's timeout; what an abort leaves alone: the store, and what the user connected to later."""
     rank = Rank(args, slot, store)
     engine, group = rank.life(0)
     groups = list(dist.distributed_c10d._world.pg_names)
     seen = [g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups]
     watched = len(group._watched)
-    dist.barrier()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as mine,
+    ):
+        dist.barrier()
+        group.abort()
+        with server.accept()[0] as other:
+            other.sendall(b"alive")
+            heard = mine.recv(5)
+    try:
+        dist.barrier()
+        broken = False
+    except RuntimeError:
+        broken = True
     leave(engine, group)
     group.abort()
-    return {"ok": True, "timeouts": seen, "watched": watched, "store": store.add("alive", 1) > 0}
+    return {
+        "ok": broken,
+        "timeouts": seen,
+        "watched": watched,
+        "store": store.add("alive", 1) > 0,
+        "heard": len(heard),
+    }
 
 
 def cancelled(args, slot, store):

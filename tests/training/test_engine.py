@@ -15,6 +15,7 @@ CASES = {
     "zero2 gas2": {"stage": 2, "gas": 2},
     "zero3": {"stage": 3},
     "zero3 gas2": {"stage": 3, "gas": 2},
+    "zero3 zero.Init": {"stage": 3, "zero_init": True},
     "zero2 fp32": {"stage": 2, "bf16": False},
     "zero3 fp32": {"stage": 3, "bf16": False},
     "zero1 fp32 gradients (BF16_Optimizer)": {"stage": 1, "gas": 2, "config": FP32_GRADIENTS},

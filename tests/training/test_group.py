@@ -17,10 +17,12 @@ def test_a_lost_rank_is_replaced_and_the_step_runs_again_bit_for_bit(zygote, sta
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_every_group_gets_the_timeout_and_the_store_is_spared(zygote, stage):
+def test_every_group_gets_the_timeout_and_an_abort_breaks_only_them(zygote, stage):
     for answer in zygote.run("timeouts", stage=stage):
         assert set(answer["timeouts"]) == {20.0}
         assert len(answer["timeouts"]) >= 2
+        assert answer["store"]
+        assert answer["heard"] == len(b"alive")
         assert answer["watched"] == 2 * len(
             answer["timeouts"]
         )  # two peers in each group; no listener, no store
