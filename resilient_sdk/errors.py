@@ -39,7 +39,7 @@ class ResilientError(Exception):
         self.evidence = evidence
 
     def __str__(self) -> str:
-        return f"{self.what}. {self.fix}" if self.fix else self.what
+        return f"{self.what.rstrip('.')}. {self.fix}" if self.fix else self.what
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.what, self.fix, self.evidence))

@@ -72,8 +72,24 @@ class Run:
     def id(self) -> RunId:
         return self._directory.run
 
+    @property
+    def directory(self) -> RunDirectory:
+        """Where everything of the run is, but for a store and snapshots that live elsewhere."""
+        return self._directory
+
     def __repr__(self) -> str:
         return f"<Run {self.id}>"
+
+    @property
+    def launched_at(self) -> float:
+        """Wall seconds."""
+        return (self._directory.path / "run.json").stat().st_mtime
+
+    def glance(self) -> Status:
+        """What the controller wrote down last: asks nobody, waits for nobody. A run all of whose processes
+        were killed still looks as it did then; see `directory.alive()`."""
+        record = self._directory.read("state.json")
+        return _status(self.id, RunState() if record is None else RunState.load(record))
 
     def status(self) -> Status:
         """What is known now.
@@ -123,12 +139,15 @@ class Run:
         Raises:
             ConfigError: no such rank.
         """
+        self.require_rank(rank)
         history = self._state().history
-        if not 0 <= rank < len(history):
-            raise ConfigError(
-                f"run {self.id} has no rank {rank}", fix=f"Its ranks are 0 to {len(history) - 1}."
-            )
-        return "".join(self._log(worker) for worker in history[rank])
+        return "".join(self._log(worker) for worker in history[rank]) if history else ""
+
+    def require_rank(self, rank: int) -> None:
+        """Raises ConfigError if the run has no such rank."""
+        nproc = self._directory.settings().nproc
+        if not 0 <= rank < nproc:
+            raise ConfigError(f"run {self.id} has no rank {rank}", fix=f"Its ranks are 0 to {nproc - 1}.")
 
     def events(self) -> list[dict[str, Any]]:
         """The journal so far: every durable fact, in order, with its wall `time`."""

@@ -117,6 +117,11 @@ class RunDirectory:
             shutil.rmtree(record["memory"], ignore_errors=True)
         shutil.rmtree(self.rendezvous, ignore_errors=True)
 
+    def remove(self) -> None:
+        """Removes an ended run with all that it kept, but for a store elsewhere."""
+        self.remove_leftovers()
+        shutil.rmtree(self.path)
+
 
 def write_private(path: Path, data: bytes) -> None:
     """Replaces a file whole, readable by its owner alone."""
