@@ -27,7 +27,7 @@ class Step:
 
     def report(self, **metrics: Any) -> None:
         """Numbers of this step (floats or one-element tensors) for the panel, the journal and the metrics."""
-        self.metrics.update({name: float(value) for name, value in metrics.items()})
+        self.metrics.update({name: _number(value) for name, value in metrics.items()})
 
     def __enter__(self) -> Any:
         self.entered = True
@@ -39,6 +39,11 @@ class Step:
     ) -> bool:
         leave, self._leave = self._leave, _left_before
         return leave(self, problem)
+
+
+def _number(value: Any) -> float:
+    # torch warns of a number that leaves its graph, and a loss is one.
+    return float(value.detach() if hasattr(value, "detach") else value)
 
 
 def _left_before(_step: Step, _problem: BaseException | None) -> bool:
