@@ -78,6 +78,11 @@ def memory_root() -> Path:
     return Path(os.environ.get("RESILIENT_MEMORY", "/dev/shm"))  # noqa: S108  # shared memory, in a 0700 directory
 
 
+def hide_gpus() -> None:
+    """From now on this process and its children see no CUDA device."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def child_environment() -> dict[str, str]:
     """The environment that a run's processes get: ours, with one thread a process where nobody chose.
 
