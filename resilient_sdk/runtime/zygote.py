@@ -4,7 +4,6 @@ It has one thread, no process group and no CUDA, for a fork copies one thread on
 It forks twice, so that the kernel gives each worker to the agent (a subreaper), which can then wait for it.
 """
 
-import gc
 import os
 import signal
 import socket
@@ -27,9 +26,6 @@ def main(arguments: list[str]) -> None:
     orders = Channel(socket.socket(fileno=int(arguments[0])))
     directory = Path(arguments[1])
     preload()
-    gc.collect()
-    # What is imported now is shared by all workers: a collection in one must not copy its pages.
-    gc.freeze()
     orders.send({"ready": True})
     while True:
         try:
@@ -68,7 +64,6 @@ def _become_worker(number: int, descriptors: list[int], directory: Path, agent: 
         os.dup2(log, 2)
         os.close(log)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        gc.unfreeze()
         _wait_adopted(agent)
         die_with_parent(agent)
         status = worker.main(number, socket.socket(fileno=channel), directory)

@@ -5,7 +5,10 @@ import sys
 from types import TracebackType
 
 _COLLECTIVE_FILES = re.compile(r"[/\\](torch[/\\]distributed|deepspeed[/\\]comm)[/\\]")
-_WAITING_FILES = re.compile(r"[/\\](torch[/\\]distributed|deepspeed)[/\\]")
+_WAITING_FILES = re.compile(
+    r"[/\\](torch[/\\]distributed|deepspeed)[/\\]|[/\\]resilient_sdk[/\\]training[/\\]group\.py$"
+)
+_SLEEPING_FILE = re.compile(r"[/\\]resilient_sdk[/\\]clock\.py$")
 _COLLECTIVE_WORDS = re.compile(
     r"\bgloo\b|\bnccl|connection (closed|reset|refused)|broken pipe|process group", re.I
 )
@@ -18,6 +21,8 @@ def in_collective(thread: int) -> bool:
     sleeps in a data loader or in the user's code is told from its peers by this.
     """
     frame = sys._current_frames().get(thread)
+    if frame is not None and _SLEEPING_FILE.search(frame.f_code.co_filename):
+        frame = frame.f_back
     return frame is not None and _WAITING_FILES.search(frame.f_code.co_filename) is not None
 
 

@@ -107,7 +107,8 @@ def for_one_rank(config: Mapping[str, Any], world_size: int) -> dict[str, Any]:
     sizes = batch(config, world_size)
     alone = copy.deepcopy(dict(config))
     alone.pop(TRAIN, None)
-    alone[MICRO], alone[ACCUMULATION] = sizes.micro, sizes.accumulation
+    # One micro-batch makes a step there: a rehearsal is to go through the optimizer, once.
+    alone[MICRO], alone[ACCUMULATION] = sizes.micro, 1
     return alone
 
 

@@ -115,6 +115,11 @@ class Job:
         raise NeedsRank
 
     @property
+    def is_standby(self) -> bool:
+        """Whether this worker has no rank yet: it warms up, and what it computes is thrown away."""
+        return not self.has_rank
+
+    @property
     def device(self) -> torch.device:
         """Where this worker's tensors go: its CUDA device, else the CPU."""
         return (

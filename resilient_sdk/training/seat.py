@@ -44,6 +44,8 @@ from resilient_sdk.training.member import GenerationOver, Member
 from resilient_sdk.training.rank_state import RankState
 from resilient_sdk.training.rng import derive_seed, seed_everything
 
+UPLOAD_NICE = 5
+"""Training goes first; at 19 an upload that holds the GIL is held up by other ranks, and its own rank with it."""
 GROUP_TIMEOUT_S = 1800.0
 """The coordinator's deadlines find a hang long before; this one ends a group that nobody coordinates any more."""
 
@@ -116,7 +118,7 @@ class Seat:
         identity = Identity(RunId(context.run), Rank(rank), context.nproc, context.signing_key)
         budget = context.store_budget_bytes // context.nproc
         self._uploader = Uploader(self._store, self._snapshots, identity, self._uploaded,
-                                  Policy(budget_bytes=budget), context.faults)  # fmt: skip
+                                  Policy(budget_bytes=budget, nice=UPLOAD_NICE), context.faults)  # fmt: skip
         self._member.uploads = self._uploader
 
     def leave(self) -> None:
