@@ -11,6 +11,7 @@ from resilient_sdk.cli.run import RunArgument
 from resilient_sdk.cli.terminal import out, say, show, show_table
 from resilient_sdk.cli.words import duration
 from resilient_sdk.clock import SYSTEM_CLOCK
+from resilient_sdk.errors import CheckpointError
 from resilient_sdk.runtime.run import Run, Status, attach, runs
 from resilient_sdk.runtime.tail import RankTail
 
@@ -27,8 +28,11 @@ def ps() -> None:
 
 
 def _row(run: Run) -> tuple[str, ...]:
-    s = run.glance()
     age = SYSTEM_CLOCK.wall() - run.launched_at
+    try:
+        s = run.glance()
+    except CheckpointError:
+        return (run.id, "newer format", "-", "-", "-", duration(age))
     owned = sum(pid is not None for pid in s.ranks)
     alive = run.directory.alive()
     ranks = f"{owned}/{len(s.ranks)}" if alive else "-"

@@ -15,12 +15,12 @@ import cloudpickle
 from resilient_sdk.clock import SYSTEM_CLOCK
 from resilient_sdk.config import FaultSetting, settings_from
 from resilient_sdk.coordination.state import Phase, Role, RunState, WorkerState
-from resilient_sdk.errors import CannotPickle, ConfigError, NoStandbyLeft, RunError, RunFailed, RunUnreachable
-from resilient_sdk.ids import RunId, new_run_id
+from resilient_sdk.errors import CannotPickle, ConfigError, NoStandbyLeft, RunFailed, RunUnreachable
+from resilient_sdk.ids import RunId, is_run_id, new_run_id
+from resilient_sdk.rpc.channels import Client
 from resilient_sdk.runtime import rundir
 from resilient_sdk.runtime.detached import start_detached
 from resilient_sdk.runtime.rundir import RunDirectory
-from resilient_sdk.rpc.channels import Client
 from resilient_sdk.store.address import open_store
 
 POLL_S = 0.05
@@ -87,7 +87,12 @@ class Run:
 
     def glance(self) -> Status:
         """What the controller wrote down last: asks nobody, waits for nobody. A run all of whose processes
-        were killed still looks as it did then; see `directory.alive()`."""
+        were killed still looks as it did then; see `directory.alive()`.
+
+        Raises:
+            NewerFormat: a newer version's run.
+        """
+        self._directory.settings()
         record = self._directory.read("state.json")
         return _status(self.id, RunState() if record is None else RunState.load(record))
 
@@ -293,6 +298,9 @@ def launch(  # noqa: PLR0913  # keywords, each with a default: what a run can be
     pickled = b"" if train is None else _pickle(train)
     if script is not None and not module and not Path(script).is_file():
         raise ConfigError(f"there is no script {script}", fix="Give the path of a Python file.")
+    if run_id is not None and not is_run_id(run_id):
+        raise ConfigError(f"run id = {run_id!r}",
+                          fix="Use up to 64 of a-z, 0-9, dot, dash and underscore, a letter or digit first.")  # fmt: skip
     run = RunId(run_id or new_run_id())
     settings = settings_from(
         run=run, nproc=nproc, standbys=standbys, max_restarts=max_restarts, seed=seed,
@@ -359,7 +367,11 @@ def _start(directory: RunDirectory) -> None:
         except OSError as problem:
             raise ConfigError(f"cannot make {path}: {problem.strerror}",
                               fix="Set RESILIENT_MEMORY to a directory in memory that you may write to.") from problem  # fmt: skip
-    start_detached(directory, "controller")
+    try:
+        start_detached(directory, "controller")
+    except RunUnreachable:
+        directory.remove_leftovers()
+        raise
 
 
 def _pickle(train: Callable[[Any], Any]) -> bytes:
