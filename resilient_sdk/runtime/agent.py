@@ -347,7 +347,7 @@ def _reap(record: dict[str, Any] | None) -> None:
 
 def main(arguments: list[str]) -> None:
     directory = RunDirectory(Path(arguments[0]))
-    if detach():
+    if detach(directory, "agent"):
         Agent(directory).run()
 
 

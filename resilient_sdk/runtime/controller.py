@@ -33,6 +33,7 @@ from resilient_sdk.events import (
     RunResumed,
     RunStarted,
     StepBegun,
+    StepFinished,
     StopRequested,
     fact_from,
 )
@@ -48,7 +49,7 @@ from resilient_sdk.store.base import Store
 
 TICK_S = 0.1
 AGENT_POLL_S = 1.0
-FLEETING = (Beat, StepBegun)
+FLEETING = (Beat, StepBegun, StepFinished)
 """Facts that come many times a second and change nothing that a new controller has to know."""
 
 
@@ -66,7 +67,7 @@ class Controller:
         self._down: queue.SimpleQueue[pb.CommandDown | None] = queue.SimpleQueue()
         self._journal = open(directory.journal, "a", encoding="utf-8", opener=_private)  # noqa: SIM115  # closed in run
         self._store: Store | None = None
-        self._snapshot: dict[str, Any] = {}
+        self._lock = threading.Lock()  # the state is read by those who ask while facts change it
         self._ended: EndRun | None = None
         self._agent_checked = 0.0
         self._ticked = 0.0
@@ -110,19 +111,20 @@ class Controller:
             self._take(fact, number)
         if now - self._ticked >= TICK_S:
             self._ticked = now
-            commands = self._coordinator.tick(SYSTEM_CLOCK.monotonic())
+            with self._lock:
+                commands = self._coordinator.tick(SYSTEM_CLOCK.monotonic())
             if commands:
                 self._remember()
             self._perform(commands)
 
     def _take(self, fact: Fact | None, number: int) -> None:
         if fact is not None:
-            commands = self._coordinator.handle(fact, SYSTEM_CLOCK.monotonic())
+            with self._lock:
+                commands = self._coordinator.handle(fact, SYSTEM_CLOCK.monotonic())
             self._note(fact)
             if commands or not isinstance(fact, FLEETING):
                 self._remember()
             self._perform(commands)
-        self._snapshot = self._coordinator.state.record()
         if number:
             self._down.put(pb.CommandDown(acknowledged=number))
 
@@ -194,7 +196,8 @@ class Controller:
     # ---- the owner ----
 
     def status(self) -> dict[str, Any]:
-        return self._snapshot
+        with self._lock:
+            return self._coordinator.state.record()
 
     def stop(self, reason: str) -> None:
         self._facts.put((StopRequested(reason), 0))
@@ -203,7 +206,6 @@ class Controller:
 
     def _end(self, end: EndRun) -> None:
         """Workers go first, then memory is committed, then it is removed."""
-        self._snapshot = self._coordinator.state.record()
         self._down.put(pb.CommandDown(command=json.dumps({"command": SHUTDOWN, "grace_s": end.grace_s})))
         agent = self._directory.process("agent")
         if agent is not None and not agent.wait_gone(end.grace_s + 10.0):
@@ -239,7 +241,7 @@ def _private(path: str, flags: int) -> int:
 
 def main(arguments: list[str]) -> None:
     directory = RunDirectory(Path(arguments[0]))
-    if not detach():
+    if not detach(directory, "controller"):
         return
     with open(directory.path / "controller.lock", "w", opener=_private) as lock:
         try:

@@ -13,7 +13,7 @@ START_S = 30.0
 
 
 def start_detached(directory: RunDirectory, name: str) -> None:
-    """Starts the run's `controller` or `agent`; returns when it has written itself down.
+    """Starts the run's `controller` or `agent`; returns when one has written itself down.
 
     Two may be started at once, by an owner and by the other process: the run's locks let one of them live.
 
@@ -26,18 +26,22 @@ def start_detached(directory: RunDirectory, name: str) -> None:
             [sys.executable, "-m", f"resilient_sdk.runtime.{name}", str(directory.path)],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=child_environment(), check=False,
         )  # fmt: skip
-    deadline = SYSTEM_CLOCK.monotonic() + START_S
-    while directory.process(name) is None:
-        if starter.returncode != 0 or SYSTEM_CLOCK.monotonic() > deadline:
-            raise RunUnreachable(f"the run's {name} did not start", fix=f"Read {log_path}.")
-        SYSTEM_CLOCK.sleep(0.01)
+    if starter.returncode != 0:
+        raise RunUnreachable(f"the run's {name} did not start", fix=f"Read {log_path}.")
 
 
-def detach() -> bool:
-    """Forks; True in the process that goes on, as nobody's child. The starter's wait ends with the other one.
+def detach(directory: RunDirectory, name: str) -> bool:
+    """Forks; True in the process that goes on, as nobody's child. The other one ends when that one has written
+    itself down (or another of its kind lives), with the exit status 1 if it ended before.
 
     Without this a notebook would have to reap its runs' processes, and each would stay a zombie until it did.
     """
-    if os.fork() == 0:
+    child = os.fork()
+    if child == 0:
         return True
-    os._exit(0)
+    deadline = SYSTEM_CLOCK.monotonic() + START_S
+    while directory.process(name) is None and SYSTEM_CLOCK.monotonic() < deadline:
+        if os.waitpid(child, os.WNOHANG)[0] != 0:
+            os._exit(0 if directory.process(name) is not None else 1)
+        SYSTEM_CLOCK.sleep(0.01)
+    os._exit(0 if directory.process(name) is not None else 1)

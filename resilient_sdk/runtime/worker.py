@@ -9,7 +9,6 @@ import types
 from pathlib import Path
 
 import cloudpickle
-import torch
 
 from resilient_sdk.clock import SYSTEM_CLOCK
 from resilient_sdk.config import RunSettings
@@ -27,7 +26,6 @@ def main(number: int, channel: socket.socket, directory: Path) -> int:
     run = RunDirectory(directory)
     settings = run.settings()
     context = _context(number, run, settings)
-    torch.set_num_threads(1)
     os.chdir(settings.cwd)
     sys.path[:] = [*settings.path, *(entry for entry in sys.path if entry not in settings.path)]
     member = Member(Channel(channel), context, os._exit)

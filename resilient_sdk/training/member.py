@@ -96,6 +96,7 @@ class Member:
         self._leave_by: float | None = None
         self._alive_from = 0  # older generations are broken
         self._closing = False
+        self._unwind: str | None = None
         self._last_join: Join | None = None
         self._report_again: list[Fact] = []
         self._main = threading.main_thread().ident or 0
@@ -176,6 +177,17 @@ class Member:
         with self._lock:
             return generation < self._alive_from
 
+    def check(self, generation: int) -> None:
+        """Between steps: no collective would tell a rank that is alone, or not for long.
+
+        Raises:
+            Unwound: the run ends. GenerationOver: `generation` is known to be broken.
+        """
+        if self._unwind is not None:
+            raise Unwound(self._unwind, released=False)
+        if self.is_over(generation):
+            raise GenerationOver
+
     def entered(self, group: Group, generation: int) -> None:
         """From now on a broken generation aborts `group`."""
         with self._lock:
@@ -244,6 +256,7 @@ class Member:
         else:
             self._inbox.put(order)
             if isinstance(order, Unwind):
+                self._unwind = order.reason
                 self._abort_older(self.newest + 1)
 
     def _hear_generation(self, order: Join | Leave) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]  # not exported by its stubs
 
 from resilient_sdk.checkpoint.head import read_head
@@ -73,7 +74,11 @@ class Seat:
 
     def rehearse(self) -> None:
         """A group of one and an engine in it: all that a rank needs, warmed up, and nothing of it kept."""
-        self._group = Group.form(rank=0, world_size=1, store=solo_store(), timeout_s=GROUP_TIMEOUT_S)
+        # Beside the ranks' devices in turn, so that not all standbys warm up on the first one.
+        device = self._member.context.worker % max(1, torch.cuda.device_count())
+        self._group = Group.form(
+            rank=0, world_size=1, store=solo_store(), timeout_s=GROUP_TIMEOUT_S, local_rank=device
+        )
         self.engine = engines.build(self._spec, solo=True, world_size=self._member.context.nproc)
 
     # ---- a rank ----
@@ -185,6 +190,7 @@ class Seat:
     def begun(self) -> None:
         """The next step begins."""
         context = self._member.context
+        self._member.check(self.generation)
         self._member.step = self.step + 1
         self._member.tell(StepBegun(context.worker, self.generation, self.step + 1))
         context.faults.point("begin", rank=self.rank, step=self.step + 1)
@@ -203,8 +209,9 @@ class Seat:
         Raises:
             Unwound: the run ends with it.
         """
-        self.report_failure(problem)
-        self._member.await_verdict(self.generation)
+        if not isinstance(problem, GenerationOver):
+            self.report_failure(problem)
+            self._member.await_verdict(self.generation)
         self.recover(state)
 
     def finish(self, state: RankState) -> bool:
