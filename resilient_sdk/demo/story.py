@@ -25,7 +25,7 @@ from resilient_sdk.runtime.tail import JournalTail
 
 POLL_S = 0.02
 RANKS = 3
-STEPS = 60
+STEPS = 40
 MIN_STEPS = 8
 STANDBYS = 1
 TELL_EVERY = 10
