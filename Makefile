@@ -28,7 +28,7 @@ test: $(VENV)/.dev
 lint: $(VENV)/.dev
 	@$(BIN)/ruff format --check
 	@$(BIN)/ruff check
-	@$(BIN)/lint-imports --no-timing
+	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/mypy
 
 bench: $(VENV)/.dev

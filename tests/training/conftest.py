@@ -18,7 +18,7 @@ class Zygote:
             self.process = subprocess.Popen(
                 [sys.executable, str(Path(__file__).with_name("engine_worker.py"))],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
-                env={**os.environ,  # noqa: TID251 "OMP_NUM_THREADS": "1", "DEEPSPEED_LOG_LEVEL": "error",
+                env={**os.environ,
                      "PYTHONPATH": str(Path(__file__).parents[2])},
             )  # fmt: skip
         self.log = log

@@ -1,4 +1,4 @@
-# ruff: noqa: ARG001, BLE001, PTH208, TID251 (scenarios have one signature, and report whatever happens)
+
 """What a rank does in each test of test_engine and test_group: (request, number, store) in, a record out."""
 
 import gc

@@ -1,4 +1,4 @@
-# ruff: noqa: BLE001, PTH208, TID251 (a child reports whatever happens)
+
 """The processes of test_engine and test_group: a zygote that forks a store and ranks for each scenario asked.
 
 Run as a script: reads a JSON object a line, {"id": ..., "scenario": name, ...}; answers each with one line.
@@ -18,11 +18,11 @@ from datetime import timedelta
 ANSWERS = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from engine_scenarios import SCENARIOS  # noqa: E402
+import torch
+import torch.distributed as dist
+from engine_scenarios import SCENARIOS
 
-from resilient_sdk.training import engine as door  # noqa: E402
+from resilient_sdk.training import engine as door
 
 WORLD = 3
 
