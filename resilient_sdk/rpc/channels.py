@@ -40,17 +40,11 @@ class _Doorkeeper(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no 
         given = dict(details.invocation_metadata).get(TOKEN_KEY, "")
         if hmac.compare_digest(str(given).encode(), self._token):
             return continuation(details)
-        handler = continuation(details)
-        if handler is not None and handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(_refuse_stream)
-        return grpc.unary_unary_rpc_method_handler(_refuse)
+        # A stream for any method: a unary handler holds a thread until the stranger has sent its request.
+        return grpc.stream_stream_rpc_method_handler(_refuse)
 
 
-def _refuse(_request: Any, context: Any) -> None:
-    context.abort(grpc.StatusCode.UNAUTHENTICATED, "this run has another owner")
-
-
-def _refuse_stream(_requests: Any, context: Any) -> Iterator[Any]:
+def _refuse(_requests: Any, context: Any) -> Iterator[Any]:
     context.abort(grpc.StatusCode.UNAUTHENTICATED, "this run has another owner")
     yield
 
@@ -126,4 +120,4 @@ def _unreachable(problem: grpc.RpcError) -> RunUnreachable:
             "the run's controller refused the token", fix="Only the run's owner may reach it."
         )
     return RunUnreachable(f"the run's controller does not answer ({code.name.lower()}: {details})",
-                          fix="If it was killed it comes back by itself within seconds; ask again.")  # fmt: skip
+                          fix="If it was killed it comes back by itself; ask again.")  # fmt: skip

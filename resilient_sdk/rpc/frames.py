@@ -106,8 +106,17 @@ class Channel:
             return None
         body = bytes(self._buffer[_LENGTH.size : _LENGTH.size + length])
         del self._buffer[: _LENGTH.size + length]
-        record: dict[str, Any] = json.loads(body)
-        return record
+        return _record(body)
+
+
+def _record(body: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(body)
+    except ValueError as problem:
+        raise ChannelClosed(f"a frame that is not a record: {problem}") from problem
+    if not isinstance(record, dict):
+        raise ChannelClosed("a frame that is not a record")
+    return record
 
 
 def channel_pair() -> tuple[Channel, socket.socket]:
