@@ -1,4 +1,3 @@
-
 """What a rank does in each test of test_engine and test_group: (request, number, store) in, a record out."""
 
 import gc

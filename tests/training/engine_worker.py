@@ -1,4 +1,3 @@
-
 """The processes of test_engine and test_group: a zygote that forks a store and ranks for each scenario asked.
 
 Run as a script: reads a JSON object a line, {"id": ..., "scenario": name, ...}; answers each with one line.
