@@ -2,10 +2,10 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import resilient_sdk
@@ -14,17 +14,20 @@ from tests.cli.conftest import SCRIPT, Cli, interrupt, read_until
 
 
 def test_help_is_quick_and_without_torch(cli: Cli) -> None:
-    took = []
-    for _ in range(3):  # the machine may be busy: the quickest counts
-        began = time.monotonic()
-        helped = cli("--help")
-        took.append(time.monotonic() - began)
-        assert helped.returncode == 0
-        assert "Exit status: 0 finished" in helped.stdout
-    assert min(took) < 1.5
+    before = _processor_seconds()
+    helped = cli("--help")
+    took = _processor_seconds() - before  # not the clock's: the machine may be busy with other tests
+    assert helped.returncode == 0
+    assert "Exit status: 0 finished" in helped.stdout
+    assert took < 1.5
     code = "import sys, resilient_sdk.cli; assert not {'torch', 'deepspeed'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(resilient_sdk.__file__).parents[1])
     assert cli("version").stdout == resilient_sdk.__version__ + "\n"
+
+
+def _processor_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def test_a_script_runs_with_torchruns_options_and_its_own(cli: Cli, tmp_path: Path) -> None:
