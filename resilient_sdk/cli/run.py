@@ -97,7 +97,8 @@ def stop(run: RunArgument) -> None:
     found.stop()
     status = found.status()
     if not was_alive:
-        say(f"run {status.run} had ended: {status.message or status.state}")
+        ended = status.message if status.ended else f"its processes are gone since step {status.step}"
+        say(f"run {status.run} had ended: {ended}")
         return
     say(f"run {status.run} is stopped; step {status.committed} is committed.")
     say(f"Go on with `resilient run --resume {status.run}`.")
