@@ -6,6 +6,7 @@ plan a fault point is one comparison.
 
 import os
 import signal
+import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -30,7 +31,7 @@ class Fault:
     rank: int | None = None
     step: int = 0
     times: int = 1
-    action: str = "kill"  # kill | stop (SIGSTOP) | exit (sys.exit(0)) | raise
+    action: str = "kill"  # kill | stop (SIGSTOP) | hang (the thread waits for ever) | exit (sys.exit(0)) | raise
 
     def record(self) -> dict[str, object]:
         return asdict(self)
@@ -76,6 +77,8 @@ def _strike(fault: Fault) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault.action == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+    elif fault.action == "hang":
+        threading.Event().wait()
     elif fault.action == "exit":
         raise SystemExit(0)
     else:

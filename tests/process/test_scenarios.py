@@ -5,6 +5,7 @@ a fault, bit for bit, and nothing is left: no process, no shared memory.
 """
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -191,6 +192,28 @@ def test_the_idle_standby_is_replaced_and_nobody_waits(work: Workload, undisturb
     assert story.status.generation == 1
 
 
+# ---- memory is lost, too ----
+
+
+def test_with_its_memory_lost_every_rank_goes_back_to_what_is_committed(work: Workload, undisturbed: Any) -> None:
+    """Rank 2's uploads fail from step 3 on, so step 2 stays the committed one; then rank 1 dies with its memory."""
+
+    def during(run: Run) -> None:
+        status = until(run, lambda s: s.step >= 8)
+        victim = status.ranks[1]
+        assert victim is not None
+        os.kill(victim, signal.SIGSTOP)  # it must not capture again what is removed now
+        shutil.rmtree(Path(run._directory.settings().memory) / "rank-00001")
+        os.kill(victim, signal.SIGKILL)
+
+    work = replace(work, steps=60, pause_s=0.05)
+    story = tell(work, during, faults=[kill(2, "upload", step=3, times=1000, action="raise")])
+    assert story.result == undisturbed(work)
+    formed = [event for event in story.events if event["fact"] == "GenerationFormed"]
+    assert formed[-1]["step"] == 2
+    assert story.status.lost_steps == formed[-1]["lost"] >= 6
+
+
 # ---- not a death ----
 
 
@@ -199,6 +222,15 @@ def test_a_stopped_rank_is_found_and_replaced(work: Workload, undisturbed: Any) 
     assert story.result == undisturbed(work)
     lost = [event["cause"] for event in story.events if event["fact"] == "RankLost"]
     assert lost == ["rank 1 gave no sign of life for 3 s"]
+
+
+def test_a_rank_that_hangs_in_its_own_code_is_found_among_its_peers(work: Workload, undisturbed: Any) -> None:
+    work = replace(work, faults=(Fault("forward", 1, 5, action="hang"),))
+    story = tell(work, stall_floor_s=1.0)
+    assert story.result == undisturbed(work)
+    lost = [(event["rank"], event["cause"]) for event in story.events if event["fact"] == "RankLost"]
+    assert [rank for rank, _ in lost] == [1]
+    assert "held its peers up" in lost[0][1]
 
 
 def test_a_rank_that_exits_with_0_early_is_replaced(work: Workload, undisturbed: Any) -> None:
