@@ -23,7 +23,7 @@ demo: $(VENV)/.package
 	@$(BIN)/resilient demo
 
 test: $(VENV)/.dev
-	@$(BIN)/python -m pytest
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 lint: $(VENV)/.dev
 	@$(BIN)/ruff format --check

@@ -1,5 +1,6 @@
 """The demo workload learns, and does so bit for bit."""
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -9,6 +10,15 @@ from resilient_sdk.demo.corpus import ByteText, text
 from resilient_sdk.demo.model import PRESETS, build_gpt
 from resilient_sdk.training.data import open_feed
 from resilient_sdk.training.rng import seed_everything
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    # Several on a busy machine spin while they wait for each other: minutes instead of seconds.
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def losses(steps: int, dtype: torch.dtype) -> tuple[list[float], torch.Tensor]:
