@@ -62,7 +62,7 @@ class Uploader:
     """Stores the steps that are asked for, one at a time, and deletes what the policy does not keep.
 
     `store`, `captured` and `head_moved` return at once and raise nothing; they may be called from any thread.
-    Each call of `store` is answered by exactly one outcome, given to `on_outcome` on the uploader's own
+    Each question of `store` is answered by exactly one outcome, given to `on_outcome` on the uploader's own
     thread. What fails becomes an outcome, never an exception in training.
     """
 
@@ -99,12 +99,16 @@ class Uploader:
 
     def store(self, step: Step) -> None:
         """Asks for the snapshot of `step`, captured already or still to come. A newer question replaces one
-        whose upload has not begun, which is skipped then."""
+        whose upload has not begun, which is skipped then; the same one again is the same question."""
         with self._changed:
             if self._closing:
                 self._answer(Skipped(step, "the uploader is closed"))
                 return
-            self._drop_target(f"step {step} was asked for instead")
+            if self._target == step:
+                # Asked again after a rollback: what was pinned before it is of a step that never was.
+                self._unpin()
+            else:
+                self._drop_target(f"step {step} was asked for instead")
             self._target = step
             self._claim()
             self._changed.notify()
@@ -142,10 +146,13 @@ class Uploader:
         self._answers.append(outcome)
         self._changed.notify()
 
-    def _drop_target(self, reason: str) -> None:
+    def _unpin(self) -> None:
         if self._pinned is not None:
             self._snapshots.release(self._pinned)
             self._pinned = None
+
+    def _drop_target(self, reason: str) -> None:
+        self._unpin()
         if self._target is not None:
             self._answer(Skipped(self._target, reason))
             self._target = None

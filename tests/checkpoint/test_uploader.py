@@ -178,6 +178,33 @@ def test_a_newer_question_replaces_one_that_has_not_begun(bench: Bench) -> None:
     assert bench.steps == [6]
 
 
+def test_a_question_that_is_repeated_is_answered_once(bench: Bench) -> None:
+    # After a recovery every rank is asked again for the step that was under way: it must not count as missed.
+    uploader = bench.uploader()
+    uploader.store(5)
+    uploader.store(5)
+    bench.capture(uploader, 5)
+    assert isinstance(bench.outcome(), Stored)
+    assert bench.outcomes.empty()
+
+
+def test_a_step_that_is_run_again_is_uploaded_as_it_was_then(bench: Bench) -> None:
+    uploader = bench.uploader()
+    bench.capture(uploader, 4)
+    bench.stop_in_upload(uploader, 4)
+    bench.capture(uploader, 5)
+    uploader.store(5)
+    bench.file.forget_after(4)
+    bench.capture(uploader, 5, generation=2)
+    uploader.store(5)
+    bench.gate.open.set()
+    first, second = bench.outcome(), bench.outcome()
+    assert isinstance(first, Stored)
+    assert isinstance(second, Stored)
+    assert (second.step, second.ref.generation) == (5, 2)
+    assert bench.outcomes.empty()
+
+
 def test_a_failed_put_is_an_outcome_and_the_next_step_is_tried(bench: Bench) -> None:
     uploader = bench.uploader()
     bench.capture(uploader, 1)
