@@ -21,7 +21,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class StartWorker(Command):
-    """Fork a worker from the zygote; `rank` is what it will be told first (None: it warms up as a standby)."""
+    """Fork a worker from the zygote. What it is for, it is told once it runs."""
 
     worker: int
 
@@ -78,7 +78,7 @@ class Go(Command):
 
 @dataclass(frozen=True, slots=True)
 class StoreSnapshot(Command):
-    """Upload the snapshot of `step`. All members are told the same step, else no step would ever be complete."""
+    """Upload the snapshot of `step`. All members are told the same step, or none would ever be complete."""
 
     worker: int
     generation: int
@@ -143,7 +143,8 @@ class Announce(Command):
 
 
 WORKER_COMMANDS = (
-    StartWorker, KillWorker, StandBy, Leave, Join, RestoreFrom, Go, StoreSnapshot, NoteHead, Finish, Release, Unwind,
+    StartWorker, KillWorker, StandBy, Leave, Join, RestoreFrom,
+    Go, StoreSnapshot, NoteHead, Finish, Release, Unwind,
 )  # fmt: skip
 _KINDS = {kind.__name__: kind for kind in WORKER_COMMANDS}
 

@@ -6,6 +6,8 @@ from enum import StrEnum
 from statistics import median
 from typing import Any
 
+from resilient_sdk.errors import InvalidTransition
+
 
 class Role(StrEnum):
     """What a worker is now."""
@@ -31,7 +33,12 @@ class Phase(StrEnum):
 
 @dataclass(slots=True)
 class WorkerState:
-    """One worker. `step` is the optimizer step it last began, `finished` the last one it finished."""
+    """One worker. `step` is the optimizer step it last began, `finished` the last one it finished.
+
+    `warm`: it has run a step, rehearsed or real, so that the next one takes no longer than usual. `begun`: it
+    was told to train, so that its model is not any more what the user's code had made. `acting`: the newest
+    generation that it is known to have acted in, the one that it first joined or was last told to train in.
+    """
 
     worker: int
     role: Role = Role.ORDERED
@@ -44,8 +51,21 @@ class WorkerState:
     beat_at: float = 0.0
     waiting: bool = False
     paused: bool = False
+    begun: bool = False
+    acting: int = 0
     returned: bool = False
     blamed: str = ""  # why it was ordered to be killed
+
+    @property
+    def place(self) -> int:
+        """The rank it owns.
+
+        Raises:
+            InvalidTransition: it owns none (a defect).
+        """
+        if self.rank is None:
+            raise InvalidTransition(f"worker {self.worker} owns no rank", role=self.role)
+        return self.rank
 
 
 @dataclass(slots=True)
@@ -88,7 +108,9 @@ class RunState:
     first_failures: list[dict[str, Any]] = field(default_factory=list)  # one for each distinct failure
     broken_at: float = 0.0  # when the recovery that is under way began
     recovery_phases: dict[str, float] = field(default_factory=dict)
+    recovery_lost: int = 0  # finished steps that the recovery under way has to run again
 
+    awake_at: float = 0.0  # when the coordinator last looked
     progress_at: float = 0.0
     durations: list[float] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
