@@ -61,7 +61,8 @@ def count(number: int, noun: str) -> str:
 
 def phases(values: Mapping[str, float]) -> str:
     """` (leave 12 ms, form 20 ms)`, or nothing."""
-    inner = ", ".join(f"{name} {duration(seconds)}" for name, seconds in values.items())
+    # `wait` began when the standby was ready: its own time, not the recovery's.
+    inner = ", ".join(f"{name} {duration(seconds)}" for name, seconds in values.items() if name != "wait")
     return f" ({inner})" if inner else ""
 
 

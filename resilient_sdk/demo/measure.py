@@ -53,7 +53,9 @@ def recovery(facts: Facts, killed_at: float) -> Recovery | None:
     for name, mark in marks.items():
         phases[name] = mark - before
         before = mark
-    return Recovery(before - killed_at, done["step"], formed["lost"], phases, dict(formed["phases"]))
+    # `wait` began when the standby was ready, long before the kill.
+    inside = {name: seconds for name, seconds in formed["phases"].items() if name != "wait"}
+    return Recovery(before - killed_at, done["step"], formed["lost"], phases, inside)
 
 
 def restoring(formed: Mapping[str, Any]) -> float:
