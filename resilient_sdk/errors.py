@@ -55,6 +55,12 @@ class ConfigError(ResilientError):
     exit_code = 2
 
 
+def is_config_error(kind: object) -> bool:
+    """Whether `kind` names a ConfigError: a process that failed is known by its exception's name."""
+    found = globals().get(str(kind))
+    return isinstance(found, type) and issubclass(found, ConfigError)
+
+
 class UnknownConfigKey(ConfigError):
     """A key of ds_config that DeepSpeed does not know."""
 

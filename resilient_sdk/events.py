@@ -121,8 +121,9 @@ class Restored(Fact):
 
 @dataclass(frozen=True, slots=True)
 class RestoreFailed(Fact):
-    """What was offered could not be read after all (corrupt in every copy)."""
+    """What was offered could not be read after all (corrupt in every copy): an older step is taken."""
 
+    durable: ClassVar[bool] = True
     worker: int
     generation: int
     step: int
@@ -225,12 +226,13 @@ class ManifestStored(Fact):
 
 @dataclass(frozen=True, slots=True)
 class UploadMissed(Fact):
-    """A rank's upload of `step` was skipped or failed; training went on."""
+    """A rank's upload of `step` was skipped, or (`failed`) the store refused it; training went on."""
 
     worker: int
     generation: int
     step: int
     reason: str
+    failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

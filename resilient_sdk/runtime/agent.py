@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import queue
+import select
 import selectors
 import signal
 import socket
@@ -25,7 +26,7 @@ from resilient_sdk.errors import RunUnreachable
 from resilient_sdk.events import AgentJoined, Beat, Fact, StepBegun, WorkerExited, WorkerStarted, fact_from
 from resilient_sdk.runtime.detached import detach, start_detached
 from resilient_sdk.runtime.processes import ProcessId, adopt_orphans
-from resilient_sdk.runtime.rundir import RunDirectory
+from resilient_sdk.runtime.rundir import RunDirectory, open_private
 from resilient_sdk.rpc import resilient_pb2 as pb
 from resilient_sdk.rpc.channels import Client
 from resilient_sdk.rpc.frames import Channel, ChannelClosed, channel_pair
@@ -110,6 +111,7 @@ class Agent:
         self._workers: dict[int, _Worker] = {}
         self._ordered: dict[int, tuple[Channel, socket.socket]] = {}
         self._seen: set[int] = set()
+        self._orphaned: set[int] = set()  # process groups of dead workers; this process is the parent of what is left
         self._zygote: subprocess.Popen[bytes] | None = None
         self._zygote_channel: Channel | None = None
         self._zygote_ready = False
@@ -129,6 +131,7 @@ class Agent:
                 for key, _ in self._selector.select(timeout=0.5):
                     key.data()
                 self._obey_all()
+                self._reap_orphans()
         finally:
             self._close()
 
@@ -136,7 +139,7 @@ class Agent:
 
     def _start_zygote(self) -> None:
         channel, theirs = channel_pair()
-        with open(self._directory.logs / "zygote.log", "ab") as log:
+        with open_private(self._directory.logs / "zygote.log") as log:
             self._zygote = subprocess.Popen(
                 [sys.executable, "-m", "resilient_sdk.runtime.zygote", str(theirs.fileno()), str(self._directory.path)],
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=child_environment(),
@@ -167,21 +170,27 @@ class Agent:
         self._selector.unregister(self._zygote_channel)
         self._zygote_channel.close()
         self._zygote.wait()
+        # One that was forked and not reported loses its channel, and ends: two would answer to one number.
+        for number in self._ordered:
+            self._close_ordered(number)
+            self._ordered[number] = channel_pair()
         if self._ending.is_set():
             self._zygote = None
         else:
             self._start_zygote()
 
+    def _close_ordered(self, number: int) -> None:
+        for end in self._ordered[number]:
+            end.close()
+
     def _order_fork(self, number: int) -> None:
         assert self._zygote_channel is not None
         _, theirs = self._ordered[number]
-        log = os.open(self._directory.worker_log(number), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        try:
-            self._zygote_channel.send({"worker": number}, (theirs.fileno(), log))
-        except ChannelClosed:
-            return  # its death is heard by the selector, and the order is given to the next one
-        finally:
-            os.close(log)
+        with open_private(self._directory.worker_log(number)) as log:
+            try:
+                self._zygote_channel.send({"worker": number}, (theirs.fileno(), log.fileno()))
+            except ChannelClosed:
+                return  # its death is heard by the selector, and the order is given to the next one
 
     # ---- workers ----
 
@@ -220,6 +229,7 @@ class Agent:
         self._hear_last_words(worker)
         self._selector.unregister(worker.pidfd)
         os.close(worker.pidfd)
+        self._end_group(worker.pid)
         _, status = os.waitpid(worker.pid, 0)
         del self._workers[worker.number]
         code = os.waitstatus_to_exitcode(status)
@@ -227,17 +237,36 @@ class Agent:
             WorkerExited(worker.number, code if code >= 0 else None, -code if code < 0 else None, at)
         )
 
+    def _end_group(self, pid: int) -> None:
+        """What a dead rank has forked (its data loader) goes with it; who had ended in order may leave something.
+
+        Before the worker is waited for: until then its number is nobody else's.
+        """
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        if ended is not None and (ended.si_code, ended.si_status) != (os.CLD_EXITED, 0):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        self._orphaned.add(pid)
+
+    def _reap_orphans(self) -> None:
+        for group in tuple(self._orphaned):
+            try:
+                while os.waitpid(-group, os.WNOHANG)[0] != 0:
+                    continue
+            except ChildProcessError:
+                self._orphaned.discard(group)
+
     def _hear_last_words(self, worker: _Worker) -> None:
         """What it said before it died is reported before its death."""
         if worker.channel.fileno() < 0:
             return
         self._selector.unregister(worker.channel)
-        try:
-            while True:
+        # Not until the end of the stream: a child of the worker (a data loader's) may hold the other end open.
+        with contextlib.suppress(ChannelClosed):
+            while select.select([worker.channel], [], [], 0)[0]:
                 for record in worker.channel.receive_ready():
                     self._report(fact_from(record))
-        except ChannelClosed:
-            worker.channel.close()
+        worker.channel.close()
 
     def _report(self, fact: Fact) -> None:
         self._outbox.put(fact.record(), fleeting=isinstance(fact, Beat | StepBegun))
@@ -279,9 +308,8 @@ class Agent:
 
     def _close(self) -> None:
         self._ending.set()
-        for channel, theirs in self._ordered.values():
-            channel.close()
-            theirs.close()
+        for number in self._ordered:
+            self._close_ordered(number)
         if self._zygote is not None and self._zygote_channel is not None:
             self._zygote_channel.close()
             self._zygote.kill()
@@ -302,8 +330,8 @@ class Agent:
             process = self._directory.process("controller")
             address = self._directory.read("controller.json")
             if process is not None and address is not None:
-                attempts = 0
-                self._talk_to(address["address"], process)
+                if self._talk_to(address["address"], process):
+                    attempts = 0
             elif attempts == MAX_CONTROLLER_STARTS:
                 print(f"agent: the controller ended {attempts} times as it started, see controller.log; giving up",
                       file=sys.stderr)  # fmt: skip
@@ -313,14 +341,20 @@ class Agent:
             else:
                 attempts += 1
                 _reap(address)
-                start_detached(self._directory, "controller")
+                try:
+                    start_detached(self._directory, "controller")
+                except RunUnreachable as problem:
+                    print(f"agent: {problem}", file=sys.stderr)
             self._ending.wait(CONTROLLER_POLL_S)
 
-    def _talk_to(self, address: str, process: ProcessId) -> None:
+    def _talk_to(self, address: str, process: ProcessId) -> bool:
+        """One connection, to its end. Returns whether the controller said anything: one that cannot start does not."""
         client = Client(address, self._directory.token())
+        heard = False
         try:
             alive = tuple(sorted({*self._workers, *self._ordered}))
             for answer in client.serve(self._outbox.stream(AgentJoined(alive).record())):
+                heard = True
                 self._outbox.acknowledge(answer.acknowledged)
                 if answer.command:
                     self._take_command(answer.command)
@@ -332,6 +366,7 @@ class Agent:
         finally:
             self._outbox.end_stream()
             client.close()
+        return heard
 
     def _take_command(self, text: str) -> None:
         self._commands.put(json.loads(text))

@@ -10,7 +10,6 @@ import fcntl
 import json
 import os
 import queue
-import shutil
 import sys
 import threading
 import traceback
@@ -30,17 +29,18 @@ from resilient_sdk.events import (
     Beat,
     Fact,
     HeadMoved,
+    RestoreFailed,
     RunResumed,
     RunStarted,
     StepBegun,
     StepFinished,
     StopRequested,
+    UploadMissed,
     fact_from,
 )
 from resilient_sdk.ids import Generation, Step
 from resilient_sdk.runtime.agent import SHUTDOWN
 from resilient_sdk.runtime.detached import detach, start_detached
-from resilient_sdk.runtime.processes import ProcessId
 from resilient_sdk.runtime.rundir import RunDirectory
 from resilient_sdk.rpc import resilient_pb2 as pb
 from resilient_sdk.rpc.channels import Server
@@ -49,6 +49,7 @@ from resilient_sdk.store.base import Store
 
 TICK_S = 0.1
 AGENT_POLL_S = 1.0
+_NOT_COMMITTED = "; its newest state was not committed: "
 FLEETING = (Beat, StepBegun, StepFinished)
 """Facts that come many times a second and change nothing that a new controller has to know."""
 
@@ -67,6 +68,7 @@ class Controller:
         self._down: queue.SimpleQueue[pb.CommandDown | None] = queue.SimpleQueue()
         self._journal = open(directory.journal, "a", encoding="utf-8", opener=_private)  # noqa: SIM115  # closed in run
         self._store: Store | None = None
+        self._refused = False  # the store's last answer was no
         self._lock = threading.Lock()  # the state is read by those who ask while facts change it
         self._ended: EndRun | None = None
         self._agent_checked = 0.0
@@ -129,12 +131,38 @@ class Controller:
             self._down.put(pb.CommandDown(acknowledged=number))
 
     def _remember(self) -> None:
-        self._directory.write("state.json", self._coordinator.state.record())
+        # A disk that is full must not end a training whose state is in memory.
+        try:
+            self._directory.write("state.json", self._coordinator.state.record())
+        except OSError as problem:
+            self._warn(f"{self._directory.path} cannot be written: {problem.strerror}")
 
     def _note(self, fact: Fact) -> None:
-        if fact.durable:
-            self._journal.write(json.dumps({"time": SYSTEM_CLOCK.wall(), **fact.record()}) + "\n")
-            self._journal.flush()
+        if fact.durable or self._tells_of_store(fact):
+            try:
+                self._journal.write(json.dumps({"time": SYSTEM_CLOCK.wall(), **fact.record()}) + "\n")
+                self._journal.flush()
+            except OSError as problem:
+                self._warn(f"{self._directory.journal} cannot be written: {problem.strerror}")
+
+    def _tells_of_store(self, fact: Fact) -> bool:
+        """Keeps the owner informed of what the store refuses; true for the first refusal of a series."""
+        if isinstance(fact, RestoreFailed):
+            self._warn(f"step {fact.step} could not be restored: {fact.reason}")
+        elif isinstance(fact, HeadMoved):
+            self._refused = False
+        elif isinstance(fact, UploadMissed) and fact.failed:
+            first, self._refused = not self._refused, True
+            self._warn(f"step {fact.step} was not stored: {fact.reason}")
+            return first
+        return False
+
+    def _warn(self, what: str) -> None:
+        """For the owner, who asks for the status; the log may lie on the very disk that is full."""
+        if self._coordinator.state.phase != Phase.ENDED:
+            self._coordinator.state.message = what
+        with contextlib.suppress(OSError):
+            print(f"controller: {what}", file=sys.stderr, flush=True)  # noqa: T201  # its own log
 
     def _perform(self, commands: list[Command]) -> None:
         for command in commands:
@@ -162,7 +190,7 @@ class Controller:
             move_head(store, read_head(store), head)
         except ResilientError as problem:
             # The step stays uncommitted and the next one is tried: a failed save must not stop training.
-            print(f"controller: step {command.step} was not committed: {problem}", file=sys.stderr)
+            self._warn(f"step {command.step} was not committed: {problem}")
             return
         self._facts.put((HeadMoved(command.generation, command.step), 0))
 
@@ -211,28 +239,29 @@ class Controller:
         if agent is not None and not agent.wait_gone(end.grace_s + 10.0):
             agent.kill()
             agent.wait_gone(10.0)
-        committed = self._commit()
-        state = self._coordinator.state
-        state.head = max(state.head, committed)
+        self._commit()
         self._remember()
         if self._store is not None:
             self._store.close()
-        self._directory.remove_leftovers()
+        if not self._directory.keeps_memory():
+            self._directory.remove_leftovers()
         (self._directory.path / "agent.json").unlink(missing_ok=True)
 
-    def _commit(self) -> int:
+    def _commit(self) -> None:
         state, settings = self._coordinator.state, self._settings
         if state.best == 0 and state.head < 0:
-            return -1
+            return
+        message = state.message.partition(_NOT_COMMITTED)[0]  # an earlier try may have failed, too
         try:
             head = commit_from_memory(
                 self._open_store(), Path(settings.memory), self._directory.run, settings.nproc,
                 self._directory.signing_key(), Generation(state.generation),
             )  # fmt: skip
         except (ResilientError, OSError) as problem:
-            print(f"controller: the state in memory was not committed: {problem}", file=sys.stderr)
-            return -1
-        return -1 if head is None else head.step
+            state.message = f"{message}{_NOT_COMMITTED}{problem}"
+            return
+        state.message = message
+        state.head = max(state.head, -1 if head is None else head.step)
 
 
 def _private(path: str, flags: int) -> int:

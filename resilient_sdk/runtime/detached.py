@@ -7,7 +7,7 @@ import sys
 from resilient_sdk.clock import SYSTEM_CLOCK
 from resilient_sdk.config import child_environment
 from resilient_sdk.errors import RunUnreachable
-from resilient_sdk.runtime.rundir import RunDirectory
+from resilient_sdk.runtime.rundir import RunDirectory, open_private
 
 START_S = 30.0
 
@@ -21,7 +21,7 @@ def start_detached(directory: RunDirectory, name: str) -> None:
         RunUnreachable: it ended at once, or is not there after 30 s.
     """
     log_path = directory.logs / f"{name}.log"
-    with open(log_path, "ab") as log:
+    with open_private(log_path) as log:
         starter = subprocess.run(
             [sys.executable, "-m", f"resilient_sdk.runtime.{name}", str(directory.path)],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=child_environment(), check=False,

@@ -3,19 +3,30 @@
 import json
 import os
 import pickle
+import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
+from resilient_sdk.checkpoint.head import read_head
 from resilient_sdk.clock import SYSTEM_CLOCK
 from resilient_sdk.config import FaultSetting, settings_from
 from resilient_sdk.coordination.state import Phase, Role, RunState, WorkerState
-from resilient_sdk.errors import CannotPickle, ConfigError, NoStandbyLeft, RunFailed, RunUnreachable
+from resilient_sdk.errors import (
+    CannotPickle,
+    CheckpointError,
+    ConfigError,
+    Corrupt,
+    NoStandbyLeft,
+    RunFailed,
+    RunUnreachable,
+    is_config_error,
+)
 from resilient_sdk.ids import RunId, is_run_id, new_run_id
 from resilient_sdk.rpc.channels import Client
 from resilient_sdk.runtime import rundir
@@ -23,6 +34,7 @@ from resilient_sdk.runtime.detached import start_detached
 from resilient_sdk.runtime.rundir import RunDirectory
 from resilient_sdk.store.address import open_store
 
+_MEMORY_FIX = "Set RESILIENT_MEMORY to a directory in memory that you may write to."
 POLL_S = 0.05
 ASK_AGAIN_S = 10.0
 """How long a question waits for a controller that is being brought back."""
@@ -33,9 +45,10 @@ class Status:
     """What is known of a run now. Facts only: a step is committed when the store's head names it.
 
     Attributes:
-        state: starting | running | recovering | finishing | finished | stopped | failed | no_standby.
+        state: starting | running | recovering | finishing | finished | stopped | failed | no_standby | killed
+            (all its processes at once; it can be resumed).
         step: the newest step that every rank has finished; committed: the newest that the head names, or None.
-        ranks: the pid that owns each rank, None while a rank has no owner.
+        ranks: the pid that owns each rank, None while a rank has no owner and when the run has ended.
         standbys_ready: warm ones; standbys: one line for each standby that is not.
         lost_steps: finished steps that had to be run again, in all recoveries together.
         skipped_uploads: steps that were not uploaded because the store was behind.
@@ -59,7 +72,7 @@ class Status:
 
     @property
     def ended(self) -> bool:
-        return self.state in ("finished", "stopped", "failed", "no_standby")
+        return self.state in ("finished", "stopped", "failed", "no_standby", "killed")
 
 
 class Run:
@@ -102,7 +115,14 @@ class Run:
         Raises:
             RunUnreachable: the controller does not answer and does not come back.
         """
-        return _status(self.id, self._state())
+        s, alive = self._state()
+        status = _status(self.id, s)
+        if alive:
+            return status
+        gone = replace(status, ranks=(None,) * len(status.ranks), standbys_ready=0, standbys=())
+        if s.phase == Phase.ENDED:
+            return gone
+        return replace(gone, state="killed", message=f"all its processes were killed; {self._what_is_left(s)}")
 
     def wait(self, timeout_s: float | None = None) -> Status:
         """Blocks until the run has ended and cleaned up; Ctrl-C ends the waiting, not the run.
@@ -112,6 +132,7 @@ class Run:
         Raises:
             RunFailed: the user's code failed; `evidence` has rank, step and traceback.
             NoStandbyLeft: it can be resumed.
+            RunUnreachable: all its processes were killed at once; it can be resumed.
             TimeoutError: `timeout_s` has passed.
         """
         deadline = None if timeout_s is None else SYSTEM_CLOCK.monotonic() + timeout_s
@@ -145,7 +166,7 @@ class Run:
             ConfigError: no such rank.
         """
         self.require_rank(rank)
-        history = self._state().history
+        history = self._state()[0].history
         return "".join(self._log(worker) for worker in history[rank]) if history else ""
 
     def require_rank(self, rank: int) -> None:
@@ -176,29 +197,36 @@ class Run:
             raise RunUnreachable(f"run {self.id} has no controller yet")
         return Client(record["address"], self._directory.token())
 
-    def _state(self) -> RunState:
+    def _state(self) -> tuple[RunState, bool]:
+        """What the controller knows, and whether the run lives."""
         deadline = SYSTEM_CLOCK.monotonic() + ASK_AGAIN_S
         while self._directory.alive():
             try:
                 with closing(self._client()) as client:
                     answer = client.status()
                 if answer:
-                    return RunState.load(answer)
+                    return RunState.load(answer), True
             except RunUnreachable:
                 if SYSTEM_CLOCK.monotonic() > deadline:
                     raise
             SYSTEM_CLOCK.sleep(POLL_S)
         record = self._directory.read("state.json")
-        return RunState() if record is None else RunState.load(record)
+        return RunState() if record is None else RunState.load(record), False
+
+    def _what_is_left(self, s: RunState) -> str:
+        if Path(self._directory.settings().memory).exists() and s.best > 0:
+            return f"step {s.best} or a later one is in memory"
+        return "nothing was committed" if s.head < 0 else f"step {s.head} is committed"
 
     def _finish_what_was_killed(self) -> None:
-        """Controller and agent were both killed: one more controller commits what memory holds and cleans up."""
+        """Ended, but the controller was killed before it had cleaned up, or could not commit: one more tries."""
         record = self._directory.read("state.json")
         settings = self._directory.settings()
         if record is None or not Path(settings.memory).exists():
             return
         if RunState.load(record).phase == Phase.ENDED:
-            start_detached(self._directory, "controller")
+            with suppress(RunUnreachable):  # it may be done before it was seen
+                start_detached(self._directory, "controller")
             while self._directory.process("controller") is not None:
                 SYSTEM_CLOCK.sleep(POLL_S)
 
@@ -242,6 +270,11 @@ def _standby_line(worker: WorkerState) -> str:
 
 def raise_for(status: Status) -> None:
     """Raises what a failed run's owner has to know; returns for any other."""
+    if status.state == "killed":
+        raise RunUnreachable(f"run {status.run}: {status.message}",
+                             fix=f"Go on with `resilient run --resume {status.run}`.")  # fmt: skip
+    if status.state == "failed" and is_config_error(status.error.get("kind")):
+        raise RunFailed(f"run {status.run}: {status.error['message']}", **status.error)
     if status.state == "failed":
         raise RunFailed(f"run {status.run}: {status.message}", fix=_after_failure(status), **status.error)
     if status.state == "no_standby":
@@ -312,29 +345,48 @@ def launch(  # noqa: PLR0913  # keywords, each with a default: what a run can be
     if store is not None:
         open_store(settings.store).close()  # an unusable store is told before anything starts
     sweep()
-    directory = rundir.create(settings)
-    rundir.write_private(directory.entry, pickled)
+    directory = rundir.create(settings, pickled)
+    try:
+        _make_room(directory)
+    except ConfigError:
+        directory.remove()
+        raise
     _start(directory)
     return Run(directory)
 
 
-def resume(run_id: str) -> Run:
-    """Goes on with a run that has ended, from its newest committed step, with what it was launched with.
+def resume(run_id: str, *, nproc: int | None = None) -> Run:
+    """Goes on with a run that has ended, from its newest step, with what it was launched with.
+
+    `nproc` can only be what it was launched with, so far: a state is that of its number of ranks.
 
     Raises:
-        RunNotFound: no such run. ConfigError: it has not ended, or it finished.
+        RunNotFound: no such run. ConfigError: it has not ended, or it finished, or another `nproc`.
+        NewerFormat, Corrupt: the store's head cannot be read. StoreUnavailable: the store is gone.
     """
     directory = rundir.find(run_id)
     settings = directory.settings()
     record = directory.read("state.json")
+    if nproc not in (None, settings.nproc):
+        raise ConfigError(f"run {run_id} has {settings.nproc} ranks, and to go on with {nproc} is not possible yet",
+                          fix=f"Resume it with nproc = {settings.nproc}.")  # fmt: skip
     if directory.alive():
         raise ConfigError(f"run {run_id} is running", fix=f"Use `resilient attach {run_id}`.")
     if record is not None and record["outcome"] == "finished":
         raise ConfigError(f"run {run_id} has finished", fix="Start a new run.")
-    open_store(settings.store).close()
+    _check_head(settings.store)
+    _make_room(directory)
     (directory.path / "resume").touch(mode=0o600)
     _start(directory)
     return Run(directory)
+
+
+def _check_head(address: str) -> None:
+    with open_store(address) as store:
+        try:
+            read_head(store)
+        except Corrupt as problem:
+            raise Corrupt(problem.what, fix=f"Bring back {address} from a copy, or start a new run.") from problem
 
 
 def attach(run_id: str) -> Run:
@@ -355,23 +407,34 @@ def runs() -> Iterator[Run]:
 def sweep() -> None:
     """Removes what runs whose processes were all killed have left in shared memory, if their state is not needed."""
     for directory in rundir.all_runs():
-        record = directory.read("state.json")
-        if not directory.alive() and record is not None and record["phase"] == Phase.ENDED:
-            directory.remove_leftovers()
+        try:
+            record = directory.read("state.json")
+            ended = record is not None and record["phase"] == Phase.ENDED and not directory.alive()
+            if ended and not directory.keeps_memory():
+                directory.remove_leftovers()
+        except (CheckpointError, KeyError):
+            continue  # damaged, or a newer version's: whoever asks for it is told
 
 
 def _start(directory: RunDirectory) -> None:
-    for path in (directory.rendezvous, Path(directory.settings().memory)):
-        try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as problem:
-            raise ConfigError(f"cannot make {path}: {problem.strerror}",
-                              fix="Set RESILIENT_MEMORY to a directory in memory that you may write to.") from problem  # fmt: skip
     try:
         start_detached(directory, "controller")
     except RunUnreachable:
-        directory.remove_leftovers()
+        if not directory.keeps_memory():
+            directory.remove_leftovers()
         raise
+
+
+def _make_room(directory: RunDirectory) -> None:
+    for path in (directory.rendezvous, Path(directory.settings().memory)):
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = path.lstat()
+        except OSError as problem:
+            raise ConfigError(f"cannot make {path}: {problem.strerror}", fix=_MEMORY_FIX) from problem
+        # Shared memory is open to all: who owns the directory could replace what is restored from it.
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise ConfigError(f"{path} is not a directory of yours", fix=_MEMORY_FIX)
 
 
 def _pickle(train: Callable[[Any], Any]) -> bytes:

@@ -14,12 +14,15 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from resilient_sdk.config import FORMAT, RunSettings, home, memory_root
-from resilient_sdk.errors import ConfigError, NewerFormat, RunNotFound
+from resilient_sdk.errors import ConfigError, Corrupt, NewerFormat, RunNotFound
 from resilient_sdk.ids import RunId, is_run_id
 from resilient_sdk.runtime.processes import ProcessId
+
+NAMED = 5
+"""How many runs a message names: it is to stay one line."""
 
 
 class RunDirectory:
@@ -89,7 +92,11 @@ class RunDirectory:
             text = (self.path / name).read_text()
         except (FileNotFoundError, NotADirectoryError):
             return None
-        record: dict[str, Any] = json.loads(text)
+        try:
+            record: dict[str, Any] = json.loads(text)
+        except ValueError as problem:
+            raise Corrupt(f"{self.path / name} cannot be read: {problem}",
+                          fix=f"Remove {self.path} if the run is not needed.") from problem  # fmt: skip
         return record
 
     # ---- its processes ----
@@ -110,6 +117,13 @@ class RunDirectory:
     def alive(self) -> bool:
         return self.process("controller") is not None or self.process("agent") is not None
 
+    def keeps_memory(self) -> bool:
+        """Whether shared memory has what the store has not: the run ended without a commit, or was killed."""
+        record = self.read("state.json")
+        if record is None or record["outcome"] in ("", "finished"):
+            return record is not None and record["outcome"] == ""
+        return bool(record["best"] > max(record["head"], 0))
+
     def remove_leftovers(self) -> None:
         """Removes what only a living run needs: shared memory and rendezvous files."""
         record = self.read("run.json")
@@ -126,10 +140,20 @@ class RunDirectory:
 def write_private(path: Path, data: bytes) -> None:
     """Replaces a file whole, readable by its owner alone."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-    temporary.replace(path)
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        temporary.replace(path)
+    except OSError:
+        # A full disk stays full if each try leaves its half behind.
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def open_private(path: Path) -> BinaryIO:
+    """Opens a file for appending, readable by its owner alone."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
 
 
 def runs_directory() -> Path:
@@ -141,8 +165,8 @@ def memory_directory(run: RunId) -> Path:
     return memory_root() / f"resilient-{os.getuid()}-{run}"
 
 
-def create(settings: RunSettings) -> RunDirectory:
-    """Makes the directory of a new run.
+def create(settings: RunSettings, entry: bytes) -> RunDirectory:
+    """Makes the directory of a new run; `entry` is its pickled function, or empty.
 
     Raises:
         ConfigError: it cannot be made, or the id is taken.
@@ -153,17 +177,19 @@ def create(settings: RunSettings) -> RunDirectory:
         path.mkdir(mode=0o700)
         for name in ("logs", "faults"):
             (path / name).mkdir(mode=0o700)
+        directory = RunDirectory(path)
+        write_private(path / "token", secrets.token_hex(32).encode())
+        write_private(directory.entry, entry)
+        directory.write("run.json", settings.model_dump())
     except FileExistsError as problem:
         raise ConfigError(
             f"run {settings.run} exists",
             fix=f"Choose another id, or go on with `resilient run --resume {settings.run}`.",
         ) from problem
     except OSError as problem:
+        shutil.rmtree(path, ignore_errors=True)
         raise ConfigError(f"cannot make the run directory {path}: {problem.strerror}",
                           fix="Set RESILIENT_HOME to a directory you may write to.") from problem  # fmt: skip
-    directory = RunDirectory(path)
-    write_private(path / "token", secrets.token_hex(32).encode())
-    directory.write("run.json", settings.model_dump())
     return directory
 
 
@@ -175,8 +201,8 @@ def find(run: str) -> RunDirectory:
     """
     path = runs_directory() / run
     if not is_run_id(run) or not (path / "run.json").exists():
-        known = ", ".join(d.run for d in all_runs()) or "none"
-        raise RunNotFound(f"there is no run {run!r} in {runs_directory()}", fix=f"Known runs: {known}.")
+        known = ", ".join(d.run for d in list(all_runs())[-NAMED:]) or "none"
+        raise RunNotFound(f"there is no run {run!r} in {runs_directory()}", fix=f"The newest runs: {known}.")
     owner = path.stat().st_uid
     if owner != os.getuid():
         raise RunNotFound(f"run {run} belongs to user {owner}", fix="A run can be reached by its owner only.")

@@ -32,13 +32,13 @@ def main(arguments: list[str]) -> None:
             order, descriptors = orders.receive_with_fds(2)
         except ChannelClosed:
             return
-        pid = _fork_twice(order["worker"], descriptors, directory, agent)
+        pid = _fork_twice(order["worker"], descriptors, directory, agent, orders)
         for descriptor in descriptors:
             os.close(descriptor)
         orders.send({"worker": order["worker"], "pid": pid})
 
 
-def _fork_twice(number: int, descriptors: list[int], directory: Path, agent: int) -> int:
+def _fork_twice(number: int, descriptors: list[int], directory: Path, agent: int, orders: Channel) -> int:
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -46,6 +46,7 @@ def _fork_twice(number: int, descriptors: list[int], directory: Path, agent: int
         if grandchild == 0:
             os.close(reading)
             os.close(writing)
+            orders.close()  # else the agent would not see the zygote's end while a worker lives
             _become_worker(number, descriptors, directory, agent)
         os.write(writing, str(grandchild).encode())
         os._exit(0)
@@ -64,6 +65,7 @@ def _become_worker(number: int, descriptors: list[int], directory: Path, agent: 
         os.dup2(log, 2)
         os.close(log)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.setpgid(0, 0)  # with what it forks: a dead rank's children must not outlive it
         _wait_adopted(agent)
         die_with_parent(agent)
         status = worker.main(number, socket.socket(fileno=channel), directory)

@@ -22,7 +22,11 @@ WIDTH = 32
 
 @dataclass(frozen=True)
 class Workload:
-    """What to train and where to strike inside the user's own code. `out` collects what the ranks write."""
+    """What to train and where to strike inside the user's own code. `out` collects what the ranks write.
+
+    At each of its `gates`, a step's number, it waits until the file `out/open-<number>` exists: so that a test
+    can do what it has to do at a known step, however busy the machine is.
+    """
 
     out: Path
     stage: int = 2
@@ -32,6 +36,7 @@ class Workload:
     bf16: bool = True
     num_workers: int = 0
     pause_s: float = 0.0
+    gates: tuple[int, ...] = ()
 
     def __call__(self, job: Any) -> None:
         train(job, self)
@@ -140,6 +145,8 @@ def train(job: Any, work: Workload) -> None:
             engine.step()
             step.report(loss=loss)
             time.sleep(work.pause_s)
+            while step.index in work.gates and not (work.out / f"open-{step.index}").exists():
+                time.sleep(0.02)
             _write(work.out / f"loss-{job.rank}", {"step": step.index, "micro": step.micro, "loss": loss.item()})
     whole = hashlib.sha256()
     for parameter in engine.module.parameters():
