@@ -17,8 +17,9 @@ from resilient_sdk.events import StandbyReady, TrainFailed, TrainReturned
 from resilient_sdk.faults import Fault, FaultPlan
 from resilient_sdk.runtime.rundir import RunDirectory
 from resilient_sdk.rpc.frames import Channel
-from resilient_sdk.training.job import Job, NeedsRank, set_current, why
+from resilient_sdk.training.job import Job, set_current, why
 from resilient_sdk.training.member import EXIT_LEFT, GenerationOver, Member, Unwound, WorkerContext
+from resilient_sdk.training.unranked import NeedsRank
 
 
 def main(number: int, channel: socket.socket, directory: Path) -> int:

@@ -191,6 +191,11 @@ def at_boundary(engine: Any) -> bool:
     return not engine.managed_gradient_accumulation() or bool(engine.is_gradient_accumulation_boundary())
 
 
+def rank_modules() -> tuple[Any, Any]:
+    """Where the user's code may ask for its rank instead of asking the job."""
+    return torch.distributed, _deepspeed().comm
+
+
 def reset_process_state() -> None:
     """All process groups gone, and everything DeepSpeed keeps per process as a fresh process has it."""
     leftovers.reset(_deepspeed())

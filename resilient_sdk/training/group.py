@@ -77,7 +77,7 @@ class Group:
         cancelled: asked every 2 ms while this rank waits for others, here and when the engine makes groups.
         Raises StaleGeneration when cancelled, CoordinationError when ranks do not come in time.
         """
-        _export(rank, world_size, local_rank)
+        export_rank(rank, world_size, local_rank)
         group = cls(rank, world_size, timeout_s, keep_ports={*keep_ports, *_store_ports(store)})
 
         def over() -> bool:
@@ -143,7 +143,8 @@ class Group:
         _held.clear()
 
 
-def _export(rank: int, world_size: int, local_rank: int | None) -> None:
+def export_rank(rank: int, world_size: int, local_rank: int | None = None) -> None:
+    """Tells the environment, as torchrun does, which rank this process is."""
     local = local_rank if local_rank is not None else rank % max(1, torch.cuda.device_count() or world_size)
     environment = os.environ  # noqa: TID251 (DeepSpeed and gloo read these, nobody passes them on)
     environment.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local))

@@ -1,7 +1,9 @@
 """The job, as the user's code sees it: an engine that survives its peers, and steps that can be undone."""
 
+import re
 import sys
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -11,21 +13,19 @@ from resilient_sdk.clock import SYSTEM_CLOCK
 from resilient_sdk.coordination.commands import Join
 from resilient_sdk.errors import ConfigError
 from resilient_sdk.events import DeadlinePaused, StandbyReady
+from resilient_sdk.training import engine as engines
 from resilient_sdk.training.alone import LoneSeat
+from resilient_sdk.training.blame import from_collective
 from resilient_sdk.training.data import EndOfData, open_feed
 from resilient_sdk.training.engine import EngineSpec
+from resilient_sdk.training.group import export_rank
 from resilient_sdk.training.member import Member, Unwound
 from resilient_sdk.training.rank_state import RankState, Stateful
 from resilient_sdk.training.rng import isolated_rng, seed_everything
 from resilient_sdk.training.seat import Seat
+from resilient_sdk.training.stand_in import Engine
 from resilient_sdk.training.step import Step
-
-
-class NeedsRank(BaseException):
-    """A standby's code asked for its rank. Unwinds it: it will run again, from the top, when it has one.
-
-    Not an Exception, so that the user's code does not catch it.
-    """
+from resilient_sdk.training.unranked import Guard, NeedsRank, hide_rank
 
 
 class Place(Protocol):
@@ -43,28 +43,6 @@ class Place(Protocol):
     def failed(self, state: RankState, problem: BaseException) -> None: ...
     def finish(self, state: RankState) -> bool: ...
     def close(self) -> None: ...
-
-
-class Engine:
-    """Stands in for DeepSpeed's engine: the one inside is replaced at each recovery, this one stays.
-
-    Every attribute and call goes to the present engine. Do not keep what you got from it (parameters, the
-    optimizer, hooks) across steps: keep this object and ask it again.
-    """
-
-    def __init__(self, present: Callable[[], Any]) -> None:
-        object.__setattr__(self, "_present", present)
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self._present()(*arguments, **named)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._present(), name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(
-            f"engine.{name} cannot be set: the engine inside is replaced at a recovery and would lose it"
-        )
 
 
 class Job:
@@ -90,10 +68,17 @@ class Job:
         self._micro = 0
         self._began = 0.0
         self._ended = False
+        self._caught: BaseException | None = None  # left a collective in this block; the user may have caught it
+        self._guard: Guard | None = None
         self.seed = member.context.seed if member is not None else seed
         self.world_size = member.context.nproc if member is not None else 1
         self.run_id = member.context.run if member is not None else "alone"
         seed_everything(self.seed)
+        if join is not None:
+            export_rank(join.rank, join.world_size)
+        elif member is not None:
+            hide_rank(self.world_size)
+            self._guard = Guard(engines.rank_modules(), self.world_size)
 
     # ---- the user's ----
 
@@ -105,6 +90,10 @@ class Job:
         ends the standby's warm-up at that line, and when the standby is promoted the code runs from the top
         with its rank. That costs warmth, so ask inside the steps (`with step as batch:`) where you can: there
         it ends only the rehearsal. `run.status()` tells which standbys are warm, and which line it was.
+
+        Who asks elsewhere gets no wrong number either: in a standby torch.distributed.get_rank(), DeepSpeed's
+        and engine.global_rank do the same as this; RANK and LOCAL_RANK in the environment are no numbers (in
+        the rehearsed step LOCAL_RANK is the device's); get_world_size() and WORLD_SIZE are the job's.
         """
         if self._place is not None and self._place.rank is not None:
             return self._place.rank
@@ -112,7 +101,7 @@ class Job:
             return self._join.rank
         if self._member is None:
             return 0
-        raise NeedsRank
+        raise NeedsRank("job.rank was read")
 
     @property
     def is_standby(self) -> bool:
@@ -150,7 +139,7 @@ class Job:
                 seat.begin(self._join)
             else:
                 seat.rehearse()
-        return Engine(self._present)
+        return Engine(self)
 
     def register(self, name: str, part: Stateful) -> None:
         """Makes an object of the user's part of the state: saved after each step, restored with the rest.
@@ -213,8 +202,38 @@ class Job:
     def _generation(self) -> int:
         return self._place.generation if isinstance(self._place, Seat) else 0
 
+    @property
+    def present(self) -> Any:
+        """DeepSpeed's own engine of this generation."""
+        if self._place is None or self._place.engine is None:
+            raise RuntimeError("there is no engine now: the job was closed")
+        return self._place.engine
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Notes what leaves a collective: who catches it goes on with a step that is broken."""
+        try:
+            yield
+        except Exception as problem:
+            if from_collective(problem):
+                self._caught = problem
+            raise
+
+    def of_the_group(self, name: str) -> Any:
+        """What an engine of the whole job would answer, while this worker's own is a rehearsal's."""
+        assert self._spec is not None
+        if name in ("world_size", "dp_world_size"):
+            return self.world_size
+        if name == "train_batch_size":
+            sizes = self._spec.micro_batch_size(self.world_size), self._spec.accumulation_steps(self.world_size)
+            return lambda: sizes[0] * sizes[1] * self.world_size
+        if name == "gradient_accumulation_steps":
+            return lambda: self._spec.accumulation_steps(self.world_size)
+        raise NeedsRank(f"engine.{name} was read")
+
     def close(self) -> None:
         """Lets go of the engine, the group, uploads and the data. What is in memory stays there."""
+        self._end_guard()
         if self._state is not None:
             self._state.close()
         if self._place is not None:
@@ -222,11 +241,6 @@ class Job:
             self._place = None
 
     # ---- the loop ----
-
-    def _present(self) -> Any:
-        if self._place is None or self._place.engine is None:
-            raise RuntimeError("there is no engine now: the job was closed")
-        return self._place.engine
 
     def _open(self, loader: Any, until: int | None, epochs: int | None) -> None:
         spec = self._spec
@@ -283,11 +297,14 @@ class Job:
         return Step(place.step, self._micro, batch, self._leave)
 
     def _leave(self, step: Step, problem: BaseException | None) -> bool:
+        caught, self._caught = self._caught, None
+        if problem is None and caught is not None:
+            # The user's code has caught it, and its step is half of one.
+            self._fail(caught)
+            return False
         if problem is None:
             try:
                 self._complete(step)
-            except ConfigError:
-                raise
             except Exception as late:  # noqa: BLE001  # a peer's death may show only here
                 self._fail(late)
             else:
@@ -326,7 +343,7 @@ class Job:
         self._again()
 
     def _again(self) -> None:
-        self._micro, self._ended = 0, False
+        self._micro, self._ended, self._caught = 0, False, None
 
     def _pause(self, *, paused: bool) -> None:
         if self._member is not None and isinstance(self._place, Seat) and self._place.rank is not None:
@@ -349,6 +366,7 @@ class Job:
         finally:
             feed.close()
         step = Step(0, 0, batch, lambda _step, problem: self._rehearsed(seat, problem))
+        seat.rehearse_step()
         yield step
         if not step.entered:
             raise ConfigError("a step was not entered", fix="Write `with step as batch:` in the loop's body.")
@@ -366,10 +384,20 @@ class Job:
         assert self._member is not None
         assert self._state is not None
         seat.leave()
+        hide_rank(self.world_size)
         seed_everything(self.seed)
         self._member.tell(StandbyReady(self._member.context.worker, warm=not note, note=note))
         seat.recover(self._state)
+        self._end_guard()
         self._again()
+
+    def _end_guard(self) -> None:
+        if self._guard is not None:
+            self._guard.end()
+            self._guard = None
+
+
+_NOT_THE_USERS = re.compile(r"[/\\]resilient_sdk[/\\](training|runtime)[/\\]|[/\\]site-packages[/\\]|^<frozen ")
 
 
 def iter_is_one_shot(loader: Any) -> bool:
@@ -379,16 +407,12 @@ def iter_is_one_shot(loader: Any) -> bool:
 
 def why(problem: BaseException) -> str:
     """One line: what left the user's code, and from where in it."""
-    trace = problem.__traceback__
-    while (
-        trace is not None
-        and trace.tb_next is not None
-        and "resilient_sdk" not in trace.tb_next.tb_frame.f_code.co_filename
-    ):
-        trace = trace.tb_next
-    where = f" at {trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace is not None else ""
+    where = ""
+    for frame in traceback.extract_tb(problem.__traceback__):
+        if not _NOT_THE_USERS.search(frame.filename):
+            where = f" at {frame.filename}:{frame.lineno}"
     if isinstance(problem, NeedsRank):
-        return f"job.rank was read{where}"
+        return f"{problem}{where}"
     return f"{type(problem).__name__}: {problem}{where}"
 
 

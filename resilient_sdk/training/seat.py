@@ -23,8 +23,9 @@ from resilient_sdk.checkpoint.uploader import Failed, Outcome, Stored, Uploader
 from resilient_sdk.checkpoint.writer import Identity
 from resilient_sdk.clock import SYSTEM_CLOCK
 from resilient_sdk.coordination.commands import Finish, Go, Join, RestoreFrom
-from resilient_sdk.errors import CheckpointError, StaleGeneration, StoreError
+from resilient_sdk.errors import CheckpointError, ConfigError, StaleGeneration, StoreError
 from resilient_sdk.events import (
+    Fact,
     ManifestStored,
     Restored,
     RestoreFailed,
@@ -33,6 +34,7 @@ from resilient_sdk.events import (
     StepFinished,
     StepsDone,
     StepsOffered,
+    TrainFailed,
     UploadMissed,
 )
 from resilient_sdk.ids import Generation, Rank, RunId, Step
@@ -40,10 +42,11 @@ from resilient_sdk.store.address import open_store
 from resilient_sdk.training import engine as engines
 from resilient_sdk.training.blame import from_collective
 from resilient_sdk.training.engine import EngineSpec
-from resilient_sdk.training.group import Group, solo_store
+from resilient_sdk.training.group import Group, export_rank, solo_store
 from resilient_sdk.training.member import GenerationOver, Member
 from resilient_sdk.training.rank_state import RankState
 from resilient_sdk.training.rng import derive_seed, seed_everything
+from resilient_sdk.training.unranked import hide_group_rank, hide_rank
 
 UPLOAD_NICE = 5
 """Training goes first; at 19 an upload that holds the GIL is held up by other ranks, and its own rank with it."""
@@ -74,12 +77,22 @@ class Seat:
 
     def rehearse(self) -> None:
         """A group of one and an engine in it: all that a rank needs, warmed up, and nothing of it kept."""
-        # Beside the ranks' devices in turn, so that not all standbys warm up on the first one.
-        device = self._member.context.worker % max(1, torch.cuda.device_count())
         self._group = Group.form(
-            rank=0, world_size=1, store=solo_store(), timeout_s=GROUP_TIMEOUT_S, local_rank=device
+            rank=0, world_size=1, store=solo_store(), timeout_s=GROUP_TIMEOUT_S, local_rank=self._device()
         )
-        self.engine = engines.build(self._spec, solo=True, world_size=self._member.context.nproc)
+        try:
+            self.engine = engines.build(self._spec, solo=True, world_size=self._member.context.nproc)
+        finally:
+            hide_rank(self._member.context.nproc)
+
+    def rehearse_step(self) -> None:
+        """The rehearsal's step begins: DeepSpeed looks for the device in the environment."""
+        export_rank(0, self._member.context.nproc, self._device())
+        hide_group_rank()
+
+    def _device(self) -> int:
+        # Beside the ranks' devices in turn, so that not all standbys warm up on the first one.
+        return self._member.context.worker % max(1, torch.cuda.device_count())
 
     # ---- a rank ----
 
@@ -244,12 +257,15 @@ class Seat:
         """Tells the coordinator that this member cannot go on, and lets go of what the traceback holds."""
         text = "".join(traceback.format_exception(problem))
         print(text, file=sys.stderr, flush=True)  # noqa: T201  # the log of this rank
-        self._member.tell(
-            StepFailed(
-                self._member.context.worker, self.generation, self.step, from_collective(problem),
-                type(problem).__name__, str(problem), text, SYSTEM_CLOCK.wall(),
+        worker, kind, now = self._member.context.worker, type(problem).__name__, SYSTEM_CLOCK.wall()
+        if isinstance(problem, ConfigError):
+            # It cannot work, however often it is tried; unless a peer's death turns out to be behind it.
+            fact: Fact = TrainFailed(worker, self.generation, kind, str(problem), text, now)
+        else:
+            fact = StepFailed(
+                worker, self.generation, self.step, from_collective(problem), kind, str(problem), text, now
             )
-        )  # fmt: skip
+        self._member.tell(fact)
 
     def _offer(self) -> dict[int, ManifestRef | None]:
         """What this rank can restore, newest first: steps in memory (None), then committed ones in the store."""
@@ -325,8 +341,9 @@ class Seat:
             self._member.tell(ManifestStored(worker, ref.generation, ref.rank, ref.step, ref.key,
                                              outcome.nbytes, outcome.seconds))  # fmt: skip
             return
+        failed = isinstance(outcome, Failed)
         reason = str(outcome.error) if isinstance(outcome, Failed) else outcome.reason
-        self._member.tell(UploadMissed(worker, self.generation, outcome.step, reason))
+        self._member.tell(UploadMissed(worker, self.generation, outcome.step, reason, failed))
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
