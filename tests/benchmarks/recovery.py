@@ -96,11 +96,13 @@ def _recovered(run: Run, seen: int) -> dict[str, dict[str, Any]] | None:
 def _phases(events: dict[str, dict[str, Any]], killed: float, wall_ahead: float) -> dict[str, float]:
     at = {name: event["time"] - wall_ahead - killed for name, event in events.items()}
     died = events["WorkerExited"]["at"] - killed
+    parts = events["GenerationFormed"]["phases"]
     finished, committed = at["RecoveryFinished"], max(at["RecoveryFinished"], at["HeadMoved"])
     return {
         "detect": died,
         "decide": at["GenerationBroken"] - died,
-        **{f"re-form: {name}": seconds for name, seconds in events["GenerationFormed"]["phases"].items()},
+        # A standby's wait began when it was ready, long before the kill.
+        **{f"re-form: {name}": seconds for name, seconds in parts.items() if name != "wait"},
         "re-form": at["GenerationFormed"] - at["GenerationBroken"],
         "replay": finished - at["GenerationFormed"],
         "commit": committed - finished,
