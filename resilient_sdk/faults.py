@@ -31,7 +31,9 @@ class Fault:
     rank: int | None = None
     step: int = 0
     times: int = 1
-    action: str = "kill"  # kill | stop (SIGSTOP) | hang (the thread waits for ever) | exit (sys.exit(0)) | raise
+    action: str = (
+        "kill"  # kill | stop (SIGSTOP) | hang (the thread waits for ever) | exit (sys.exit(0)) | raise
+    )
 
     def record(self) -> dict[str, object]:
         return asdict(self)

@@ -24,12 +24,12 @@ from resilient_sdk.config import child_environment
 from resilient_sdk.coordination.commands import Command, KillWorker, StartWorker, command_from
 from resilient_sdk.errors import RunUnreachable
 from resilient_sdk.events import AgentJoined, Beat, Fact, StepBegun, WorkerExited, WorkerStarted, fact_from
-from resilient_sdk.runtime.detached import detach, start_detached
-from resilient_sdk.runtime.processes import ProcessId, adopt_orphans
-from resilient_sdk.runtime.rundir import RunDirectory, open_private
 from resilient_sdk.rpc import resilient_pb2 as pb
 from resilient_sdk.rpc.channels import Client
 from resilient_sdk.rpc.frames import Channel, ChannelClosed, channel_pair
+from resilient_sdk.runtime.detached import detach, start_detached
+from resilient_sdk.runtime.processes import ProcessId, adopt_orphans
+from resilient_sdk.runtime.rundir import RunDirectory, open_private
 
 CONTROLLER_POLL_S = 0.2
 MAX_CONTROLLER_STARTS = 10
@@ -111,7 +111,9 @@ class Agent:
         self._workers: dict[int, _Worker] = {}
         self._ordered: dict[int, tuple[Channel, socket.socket]] = {}
         self._seen: set[int] = set()
-        self._orphaned: set[int] = set()  # process groups of dead workers; this process is the parent of what is left
+        self._orphaned: set[int] = (
+            set()
+        )  # process groups of dead workers; this process is the parent of what is left
         self._zygote: subprocess.Popen[bytes] | None = None
         self._zygote_channel: Channel | None = None
         self._zygote_ready = False
@@ -141,9 +143,19 @@ class Agent:
         channel, theirs = channel_pair()
         with open_private(self._directory.logs / "zygote.log") as log:
             self._zygote = subprocess.Popen(
-                [sys.executable, "-m", "resilient_sdk.runtime.zygote", str(theirs.fileno()), str(self._directory.path)],
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=child_environment(),
-            )  # fmt: skip
+                [
+                    sys.executable,
+                    "-m",
+                    "resilient_sdk.runtime.zygote",
+                    str(theirs.fileno()),
+                    str(self._directory.path),
+                ],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=child_environment(),
+            )
         theirs.close()
         self._zygote_channel, self._zygote_ready = channel, False
         self._selector.register(channel, selectors.EVENT_READ, self._hear_zygote)
@@ -333,8 +345,10 @@ class Agent:
                 if self._talk_to(address["address"], process):
                     attempts = 0
             elif attempts == MAX_CONTROLLER_STARTS:
-                print(f"agent: the controller ended {attempts} times as it started, see controller.log; giving up",
-                      file=sys.stderr)  # fmt: skip
+                print(
+                    f"agent: the controller ended {attempts} times as it started, see controller.log; giving up",
+                    file=sys.stderr,
+                )
                 self._commands.put({"command": SHUTDOWN, "grace_s": 0.0})
                 self._wake_write.send(b"!")
                 return
@@ -362,7 +376,7 @@ class Agent:
             if process.alive():
                 print(
                     f"agent: controller {process.pid} dropped the stream, connecting again", file=sys.stderr
-                )  # noqa: T201
+                )
         finally:
             self._outbox.end_stream()
             client.close()

@@ -39,11 +39,11 @@ from resilient_sdk.events import (
     fact_from,
 )
 from resilient_sdk.ids import Generation, Step
+from resilient_sdk.rpc import resilient_pb2 as pb
+from resilient_sdk.rpc.channels import Server
 from resilient_sdk.runtime.agent import SHUTDOWN
 from resilient_sdk.runtime.detached import detach, start_detached
 from resilient_sdk.runtime.rundir import RunDirectory
-from resilient_sdk.rpc import resilient_pb2 as pb
-from resilient_sdk.rpc.channels import Server
 from resilient_sdk.store.address import open_store
 from resilient_sdk.store.base import Store
 
@@ -162,7 +162,7 @@ class Controller:
         if self._coordinator.state.phase != Phase.ENDED:
             self._coordinator.state.message = what
         with contextlib.suppress(OSError):
-            print(f"controller: {what}", file=sys.stderr, flush=True)  # noqa: T201  # its own log
+            print(f"controller: {what}", file=sys.stderr, flush=True)  # its own log
 
     def _perform(self, commands: list[Command]) -> None:
         for command in commands:
@@ -254,9 +254,13 @@ class Controller:
         message = state.message.partition(_NOT_COMMITTED)[0]  # an earlier try may have failed, too
         try:
             head = commit_from_memory(
-                self._open_store(), Path(settings.memory), self._directory.run, settings.nproc,
-                self._directory.signing_key(), Generation(state.generation),
-            )  # fmt: skip
+                self._open_store(),
+                Path(settings.memory),
+                self._directory.run,
+                settings.nproc,
+                self._directory.signing_key(),
+                Generation(state.generation),
+            )
         except (ResilientError, OSError) as problem:
             state.message = f"{message}{_NOT_COMMITTED}{problem}"
             return

@@ -24,8 +24,13 @@ def start_detached(directory: RunDirectory, name: str) -> None:
     with open_private(log_path) as log:
         starter = subprocess.run(
             [sys.executable, "-m", f"resilient_sdk.runtime.{name}", str(directory.path)],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=child_environment(), check=False,
-        )  # fmt: skip
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env=child_environment(),
+            check=False,
+        )
     if starter.returncode != 0:
         raise RunUnreachable(f"the run's {name} did not start", fix=f"Read {log_path}.")
 

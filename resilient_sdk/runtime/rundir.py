@@ -71,8 +71,10 @@ class RunDirectory:
         if record is None:
             raise RunNotFound(f"{self.path} holds no run", fix="List runs with `resilient ps`.")
         if record.get("format", 0) > FORMAT:
-            raise NewerFormat(f"run {self.run} has format {record['format']}, this version reads {FORMAT}",
-                              fix="Upgrade resilient_sdk.")  # fmt: skip
+            raise NewerFormat(
+                f"run {self.run} has format {record['format']}, this version reads {FORMAT}",
+                fix="Upgrade resilient_sdk.",
+            )
         return RunSettings(**record)
 
     def token(self) -> str:
@@ -95,8 +97,10 @@ class RunDirectory:
         try:
             record: dict[str, Any] = json.loads(text)
         except ValueError as problem:
-            raise Corrupt(f"{self.path / name} cannot be read: {problem}",
-                          fix=f"Remove {self.path} if the run is not needed.") from problem  # fmt: skip
+            raise Corrupt(
+                f"{self.path / name} cannot be read: {problem}",
+                fix=f"Remove {self.path} if the run is not needed.",
+            ) from problem
         return record
 
     # ---- its processes ----
@@ -188,8 +192,10 @@ def create(settings: RunSettings, entry: bytes) -> RunDirectory:
         ) from problem
     except OSError as problem:
         shutil.rmtree(path, ignore_errors=True)
-        raise ConfigError(f"cannot make the run directory {path}: {problem.strerror}",
-                          fix="Set RESILIENT_HOME to a directory you may write to.") from problem  # fmt: skip
+        raise ConfigError(
+            f"cannot make the run directory {path}: {problem.strerror}",
+            fix="Set RESILIENT_HOME to a directory you may write to.",
+        ) from problem
     return directory
 
 

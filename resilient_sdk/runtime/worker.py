@@ -15,8 +15,8 @@ from resilient_sdk.config import RunSettings
 from resilient_sdk.coordination.commands import Join, StandBy
 from resilient_sdk.events import StandbyReady, TrainFailed, TrainReturned
 from resilient_sdk.faults import Fault, FaultPlan
-from resilient_sdk.runtime.rundir import RunDirectory
 from resilient_sdk.rpc.frames import Channel
+from resilient_sdk.runtime.rundir import RunDirectory
 from resilient_sdk.training.job import Job, set_current, why
 from resilient_sdk.training.member import EXIT_LEFT, GenerationOver, Member, Unwound, WorkerContext
 from resilient_sdk.training.unranked import NeedsRank
@@ -33,7 +33,7 @@ def main(number: int, channel: socket.socket, directory: Path) -> int:
     try:
         return _live(member, run, settings)
     except Unwound as end:
-        print(f"worker {number}: {end.reason}", file=sys.stderr)  # noqa: T201  # its own log
+        print(f"worker {number}: {end.reason}", file=sys.stderr)  # its own log
         return 0 if end.released else 1
     finally:
         member.close()
@@ -42,10 +42,17 @@ def main(number: int, channel: socket.socket, directory: Path) -> int:
 def _context(number: int, run: RunDirectory, settings: RunSettings) -> WorkerContext:
     plan = FaultPlan(tuple(Fault(**fault.model_dump()) for fault in settings.faults), run.fault_marks)
     return WorkerContext(
-        worker=number, run=settings.run, nproc=settings.nproc, seed=settings.seed, store=settings.store,
-        store_budget_bytes=settings.store_budget_bytes, memory=Path(settings.memory), rendezvous=run.rendezvous,
-        signing_key=run.signing_key(), faults=plan,
-    )  # fmt: skip
+        worker=number,
+        run=settings.run,
+        nproc=settings.nproc,
+        seed=settings.seed,
+        store=settings.store,
+        store_budget_bytes=settings.store_budget_bytes,
+        memory=Path(settings.memory),
+        rendezvous=run.rendezvous,
+        signing_key=run.signing_key(),
+        faults=plan,
+    )
 
 
 def _live(member: Member, run: RunDirectory, settings: RunSettings) -> int:

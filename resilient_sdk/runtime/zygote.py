@@ -11,9 +11,9 @@ import sys
 import traceback
 from pathlib import Path
 
+from resilient_sdk.rpc.frames import Channel, ChannelClosed
 from resilient_sdk.runtime import worker
 from resilient_sdk.runtime.processes import die_with_parent
-from resilient_sdk.rpc.frames import Channel, ChannelClosed
 from resilient_sdk.training.engine import preload
 
 

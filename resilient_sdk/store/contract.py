@@ -1,6 +1,5 @@
 """What every store must do, as tests. An adapter's test file inherits `StoreContract`, gives the `store`
 fixture and `reopen`, and is done. Needs pytest, which a user of the package does not."""
-# ruff: noqa: S101 - these are tests
 
 import threading
 

@@ -68,7 +68,9 @@ class Job:
         self._micro = 0
         self._began = 0.0
         self._ended = False
-        self._caught: BaseException | None = None  # left a collective in this block; the user may have caught it
+        self._caught: BaseException | None = (
+            None  # left a collective in this block; the user may have caught it
+        )
         self._guard: Guard | None = None
         self.seed = member.context.seed if member is not None else seed
         self.world_size = member.context.nproc if member is not None else 1
@@ -225,7 +227,10 @@ class Job:
         if name in ("world_size", "dp_world_size"):
             return self.world_size
         if name == "train_batch_size":
-            sizes = self._spec.micro_batch_size(self.world_size), self._spec.accumulation_steps(self.world_size)
+            sizes = (
+                self._spec.micro_batch_size(self.world_size),
+                self._spec.accumulation_steps(self.world_size),
+            )
             return lambda: sizes[0] * sizes[1] * self.world_size
         if name == "gradient_accumulation_steps":
             return lambda: self._spec.accumulation_steps(self.world_size)
@@ -256,8 +261,14 @@ class Job:
         micro_batch_size = spec.micro_batch_size(self.world_size)
 
         def open_rank(rank: int) -> Any:
-            return open_feed(loader, rank=rank, world_size=self.world_size, micro_batch_size=micro_batch_size,
-                             seed=self.seed, epochs=passes)  # fmt: skip
+            return open_feed(
+                loader,
+                rank=rank,
+                world_size=self.world_size,
+                micro_batch_size=micro_batch_size,
+                seed=self.seed,
+                epochs=passes,
+            )
 
         self._state = RankState(open_rank, registered=self._registered)
 
@@ -333,8 +344,10 @@ class Job:
             place.engine.micro_steps % accumulation != (self._micro + 1) % accumulation
             or self._micro + 1 == accumulation
         ):
-            raise ConfigError("the step's body did not call engine.step()",
-                              fix="Call engine.backward(loss) and engine.step() in every `with step` block.")  # fmt: skip
+            raise ConfigError(
+                "the step's body did not call engine.step()",
+                fix="Call engine.backward(loss) and engine.step() in every `with step` block.",
+            )
 
     def _fail(self, problem: BaseException) -> None:
         assert self._place is not None
@@ -397,7 +410,9 @@ class Job:
             self._guard = None
 
 
-_NOT_THE_USERS = re.compile(r"[/\\]resilient_sdk[/\\](training|runtime)[/\\]|[/\\]site-packages[/\\]|^<frozen ")
+_NOT_THE_USERS = re.compile(
+    r"[/\\]resilient_sdk[/\\](training|runtime)[/\\]|[/\\]site-packages[/\\]|^<frozen "
+)
 
 
 def iter_is_one_shot(loader: Any) -> bool:
@@ -433,7 +448,9 @@ def set_current(job: Job | None) -> None:
 def job() -> Job:
     """The job of a script. Under `resilient run` it is the run's; under plain `python` one rank on its own."""
     if not _current:
-        print("resilient_sdk: started without `resilient run`: one rank, no standby; a fault ends this run",
-              file=sys.stderr)  # noqa: T201  # fmt: skip
+        print(
+            "resilient_sdk: started without `resilient run`: one rank, no standby; a fault ends this run",
+            file=sys.stderr,
+        )
         _current.append(Job(None, None))
     return _current[0]

@@ -241,7 +241,7 @@ class Member:
             print(
                 f"worker {self.context.worker}: could not leave generation {self._group_generation}",
                 flush=True,
-            )  # noqa: T201
+            )
             self._exit(EXIT_LEFT)
 
     def _hear(self, order: Command) -> None:

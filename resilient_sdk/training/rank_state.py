@@ -63,8 +63,10 @@ class RankState:
 
     def register(self, name: str, part: Stateful) -> None:
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
-            raise ConfigError(f"{name!r} cannot be registered: {type(part).__name__} has no state_dict/load_state_dict",
-                              fix="Give it both methods, as torch's own objects have.")  # fmt: skip
+            raise ConfigError(
+                f"{name!r} cannot be registered: {type(part).__name__} has no state_dict/load_state_dict",
+                fix="Give it both methods, as torch's own objects have.",
+            )
         if name in self.registered:
             raise ConfigError(f"{name!r} is registered already", fix="Choose another name.")
         self.registered[name] = part
@@ -109,8 +111,10 @@ class RankState:
         scalars = pickle.loads(state.scalars)  # noqa: S301  # this run's own, see the module's docstring
         missing = set(scalars["user"]) ^ set(self.registered)
         if missing:
-            raise ConfigError(f"what is registered differs from what was saved: {', '.join(sorted(missing))}",
-                              fix="Register the same names in every run of the script, before job.steps().")  # fmt: skip
+            raise ConfigError(
+                f"what is registered differs from what was saved: {', '.join(sorted(missing))}",
+                fix="Register the same names in every run of the script, before job.steps().",
+            )
         prefix = "engine/"
         tensors = {
             name[len(prefix) :]: array for name, array in state.arrays.items() if name.startswith(prefix)

@@ -121,9 +121,12 @@ class Seat:
         )
         try:
             return Group.form(
-                rank=join.rank, world_size=join.world_size, store=PrefixStore("group", file),
-                timeout_s=GROUP_TIMEOUT_S, cancelled=lambda: self._member.is_over(join.generation),
-            )  # fmt: skip
+                rank=join.rank,
+                world_size=join.world_size,
+                store=PrefixStore("group", file),
+                timeout_s=GROUP_TIMEOUT_S,
+                cancelled=lambda: self._member.is_over(join.generation),
+            )
         except StaleGeneration as problem:
             raise GenerationOver from problem
 
@@ -135,8 +138,14 @@ class Seat:
         self._snapshots = SnapshotFile(context.memory / rank_name(Rank(rank)))
         identity = Identity(RunId(context.run), Rank(rank), context.nproc, context.signing_key)
         budget = context.store_budget_bytes // context.nproc
-        self._uploader = Uploader(self._store, self._snapshots, identity, self._uploaded,
-                                  Policy(budget_bytes=budget, nice=UPLOAD_NICE), context.faults)  # fmt: skip
+        self._uploader = Uploader(
+            self._store,
+            self._snapshots,
+            identity,
+            self._uploaded,
+            Policy(budget_bytes=budget, nice=UPLOAD_NICE),
+            context.faults,
+        )
         self._member.uploads = self._uploader
 
     def leave(self) -> None:
@@ -256,7 +265,7 @@ class Seat:
     def report_failure(self, problem: BaseException) -> None:
         """Tells the coordinator that this member cannot go on, and lets go of what the traceback holds."""
         text = "".join(traceback.format_exception(problem))
-        print(text, file=sys.stderr, flush=True)  # noqa: T201  # the log of this rank
+        print(text, file=sys.stderr, flush=True)  # the log of this rank
         worker, kind, now = self._member.context.worker, type(problem).__name__, SYSTEM_CLOCK.wall()
         if isinstance(problem, ConfigError):
             # It cannot work, however often it is tried; unless a peer's death turns out to be behind it.
@@ -280,7 +289,7 @@ class Seat:
                 for ref in (head.refs[self.rank], *(ref for ref in older if ref.step < head.step)):
                     offers.setdefault(int(ref.step), ref)
         except (StoreError, CheckpointError) as problem:
-            print(f"rank {self.rank}: the store offers nothing: {problem}", flush=True)  # noqa: T201
+            print(f"rank {self.rank}: the store offers nothing: {problem}", flush=True)
         return dict(sorted(offers.items(), reverse=True))
 
     def _restore(self, order: RestoreFrom, state: RankState, refs: dict[int, ManifestRef | None]) -> None:
@@ -328,9 +337,13 @@ class Seat:
         context = self._member.context
         sources, scalars = state.gather(self.engine, self.step)
         self._snapshots.capture(
-            step=Step(self.step), generation=Generation(self.generation), sources=sources, scalars=scalars,
-            rank=Rank(self.rank or 0), faults=context.faults,
-        )  # fmt: skip
+            step=Step(self.step),
+            generation=Generation(self.generation),
+            sources=sources,
+            scalars=scalars,
+            rank=Rank(self.rank or 0),
+            faults=context.faults,
+        )
         context.faults.point("captured", rank=self.rank, step=self.step)
 
     def _uploaded(self, outcome: Outcome) -> None:
@@ -338,8 +351,11 @@ class Seat:
         worker = self._member.context.worker
         if isinstance(outcome, Stored):
             ref = outcome.ref
-            self._member.tell(ManifestStored(worker, ref.generation, ref.rank, ref.step, ref.key,
-                                             outcome.nbytes, outcome.seconds))  # fmt: skip
+            self._member.tell(
+                ManifestStored(
+                    worker, ref.generation, ref.rank, ref.step, ref.key, outcome.nbytes, outcome.seconds
+                )
+            )
             return
         failed = isinstance(outcome, Failed)
         reason = str(outcome.error) if isinstance(outcome, Failed) else outcome.reason

@@ -40,7 +40,7 @@ def size_of(pid: int) -> Size:
     )
     return Size(
         rss_mib=int(fields["VmRSS"].split()[0]) / 1024.0,
-        fds=len(os.listdir(f"/proc/{pid}/fd")),  # noqa: PTH208  # names only: descriptors come and go
+        fds=len(os.listdir(f"/proc/{pid}/fd")),  # names only: descriptors come and go
         threads=int(fields["Threads"]),
     )
 

@@ -301,7 +301,7 @@ def test_a_store_that_is_down_at_the_start_is_looked_at_again(bench: Bench) -> N
     class Down(WrappedStore):
         down = True
 
-        def before(self, method: str) -> None:  # noqa: ARG002
+        def before(self, method: str) -> None:
             if self.down:
                 raise StoreUnavailable("injected")
 

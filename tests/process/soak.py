@@ -21,9 +21,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-import resilient_sdk as rs  # noqa: E402
-from resilient_sdk.runtime.run import Run  # noqa: E402
-from tests.process.workload import Workload, read_result  # noqa: E402
+import resilient_sdk as rs
+from resilient_sdk.runtime.run import Run
+from tests.process.workload import Workload, read_result
 
 NPROC = 3
 

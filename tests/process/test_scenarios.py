@@ -195,7 +195,9 @@ def test_the_idle_standby_is_replaced_and_nobody_waits(work: Workload, undisturb
 # ---- memory is lost, too ----
 
 
-def test_with_its_memory_lost_every_rank_goes_back_to_what_is_committed(work: Workload, undisturbed: Any) -> None:
+def test_with_its_memory_lost_every_rank_goes_back_to_what_is_committed(
+    work: Workload, undisturbed: Any
+) -> None:
     """Rank 2's uploads fail from step 3 on, so step 2 stays the committed one; then rank 1 dies with its memory."""
 
     def during(run: Run) -> None:

@@ -147,11 +147,15 @@ def train(job: Any, work: Workload) -> None:
             time.sleep(work.pause_s)
             while step.index in work.gates and not (work.out / f"open-{step.index}").exists():
                 time.sleep(0.02)
-            _write(work.out / f"loss-{job.rank}", {"step": step.index, "micro": step.micro, "loss": loss.item()})
+            _write(
+                work.out / f"loss-{job.rank}", {"step": step.index, "micro": step.micro, "loss": loss.item()}
+            )
     whole = hashlib.sha256()
     for parameter in engine.module.parameters():
         master = safe_get_full_fp32_param(parameter)
-        whole.update((parameter if master is None else master).detach().float().contiguous().numpy().tobytes())
+        whole.update(
+            (parameter if master is None else master).detach().float().contiguous().numpy().tobytes()
+        )
     for name, buffer in engine.module.named_buffers():
         if job.rank == 0:
             whole.update(name.encode() + buffer.float().numpy().tobytes())
@@ -179,6 +183,8 @@ def read_result(out: Path, nproc: int) -> Result:
         for line in (out / f"loss-{rank}").read_text().splitlines():
             record = json.loads(line)
             place = (rank, record["step"], record["micro"])
-            assert losses.setdefault(place, record["loss"]) == record["loss"], f"{place} was served other data"
+            assert losses.setdefault(place, record["loss"]) == record["loss"], (
+                f"{place} was served other data"
+            )
         weights[rank] = json.loads((out / f"weights-{rank}").read_text().splitlines()[-1])["hash"]
     return Result(losses, weights)

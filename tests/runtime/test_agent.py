@@ -108,7 +108,9 @@ class WithChild(Workload):
     has, but not before the gate is open."""
 
     def __call__(self, job: Any) -> None:
-        child = multiprocessing.get_context("fork").Process(target=_linger, args=(os.getpid(), self.out / "open-5"))
+        child = multiprocessing.get_context("fork").Process(
+            target=_linger, args=(os.getpid(), self.out / "open-5")
+        )
         child.start()
         train(job, self)
         child.kill()

@@ -30,7 +30,7 @@ class TestFileStore(StoreContract):
         self.place = tmp_path / "deep" / "store"
         return FileStore(self.place)
 
-    def reopen(self, store: Store) -> Store:  # noqa: ARG002
+    def reopen(self, store: Store) -> Store:
         return FileStore(self.place)
 
 
