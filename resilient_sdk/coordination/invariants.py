@@ -77,8 +77,8 @@ def _stepping(s: RunState) -> Iterator[str]:
             yield f"restored {s.restored}, stored {sorted(s.stored)} of step {s.target}"
         if len(s.stored) >= s.nproc and s.target < s.best:
             yield f"step {s.target} is stored, step {s.best} was finished, and no rank was told to store more"
-        if s.best < s.restore_step:
-            yield f"step {s.best} is the best and step {s.restore_step} was restored"
+        if s.best != min(w.finished for w in s.members()):
+            yield f"step {s.best} is said to be finished by all"
     if (s.phase == Phase.FINISHING) != (len(s.done) == s.nproc > 0) and s.phase != Phase.ENDED:
         yield f"ranks {s.done} are done in phase {s.phase}"
     if len({failure["worker"] for failure in s.pending}) != len(s.pending) or len(s.pending) > s.nproc:

@@ -106,14 +106,16 @@ def _stalled_start(state: RunState, quiet_for: float) -> Stall | None:
 
 def _stalled_step(state: RunState, members: list[WorkerState], quiet_for: float) -> Stall:
     stepping = [w for w in members if w.rank not in state.done and w.role == Role.MEMBER]
-    left = [w for w in members if w not in stepping]
     outside = [w for w in stepping if not w.waiting]
     if outside and len(outside) < len(members):
         return _blame(outside, f"held its peers up for {quiet_for:.1f} s")
-    if left:
-        # Those who still step wait for those who do not: a new generation would come to the same point.
-        names = ", ".join(f"rank {w.rank}" for w in left)
-        return Stall((), f"{names} left the loop while its peers still step", "failed")
+    # Peers wait for ranks that have left the loop: a new generation would come to the same point.
+    gone = [w for w in members if w.role != Role.MEMBER]
+    if gone:
+        return Stall((), f"{_names(gone)} returned from train() before the last step of the others", "failed")
+    if len(stepping) < len(members):
+        done = [w for w in members if w not in stepping]
+        return Stall((), f"{_names(done)} had no step left while the others still step", "failed")
     behind = [w for w in members if w.step < max(m.step for m in members)]
     if behind:
         return _blame(behind, f"stayed behind its peers for {quiet_for:.1f} s")
@@ -129,5 +131,8 @@ def _stalled_forming(state: RunState, members: list[WorkerState], quiet_for: flo
 
 
 def _blame(workers: list[WorkerState], what: str) -> Stall:
-    names = ", ".join(f"rank {w.rank}" for w in workers)
-    return Stall(tuple(w.worker for w in workers), f"{names} {what}")
+    return Stall(tuple(w.worker for w in workers), f"{_names(workers)} {what}")
+
+
+def _names(workers: list[WorkerState]) -> str:
+    return ", ".join(f"rank {w.rank}" for w in workers)

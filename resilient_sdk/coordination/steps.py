@@ -70,7 +70,6 @@ def steps_done(turn: Turn, fact: StepsDone) -> None:
 def _finish(turn: Turn) -> None:
     s = turn.state
     announce_recovery(turn, s.best)
-    s.owed = 0
     turn.enter(Phase.FINISHING)
     repeat_finish(turn)
 

@@ -197,7 +197,8 @@ class TestRecovery:
         out = scene.tell(RestoreFailed(3, 2, 3, "corrupt in every copy"))
         assert out == [RestoreFrom(worker, 2, 2, scratch=False) for worker in (0, 3, 2)]
         assert scene.restore(3) == []
-        assert only(Go, scene.restore(2)) == [Go(0, 2), Go(3, 2), Go(2, 2)]
+        assert scene.restore(2, ranks=[1, 2]) == []
+        assert only(Go, scene.restore(2, ranks=[0])) == [Go(0, 2), Go(3, 2), Go(2, 2)]
 
     def test_an_unreadable_step_stays_out_when_the_offer_is_repeated(self) -> None:
         scene = recovering(3)
@@ -690,13 +691,14 @@ class TestStalls:
         scene = stepping(3)
         scene.tell(TrainReturned(0), WorkerExited(0, 0, None, 0.0))
         end = ended(scene.wait(FLOOR_S, waiting=[1, 2]))
-        assert (end.outcome, end.message) == ("failed", "rank 0 left the loop while its peers still step")
+        assert end.outcome == "failed"
+        assert end.message == "rank 0 returned from train() before the last step of the others"
 
     def test_ranks_with_fewer_steps_than_their_peers_end_the_run_and_are_not_killed(self) -> None:
         scene = stepping(3)
         scene.done(3, ranks=[0])
         end = ended(scene.wait(FLOOR_S, waiting=[1, 2]))
-        assert (end.outcome, end.message) == ("failed", "rank 0 left the loop while its peers still step")
+        assert (end.outcome, end.message) == ("failed", "rank 0 had no step left while the others still step")
 
     def test_a_rank_that_hangs_while_others_are_done_is_the_one_that_is_killed(self) -> None:
         scene = stepping(3)
@@ -710,6 +712,16 @@ class TestStalls:
         scene.now += 1000
         assert scene.tick() == []
         assert scene.wait(FLOOR_S - 0.5, waiting=[0, 2]) == []
+
+    @pytest.mark.parametrize("back", [Scene.tick, Scene.rejoin], ids=["slow", "new"])
+    def test_nor_does_it_count_against_who_holds_his_life_signs_up_on_purpose(
+        self, back: Callable[[Scene], object]
+    ) -> None:
+        scene = stepping(3)
+        scene.tell(DeadlinePaused(1, 1, paused=True))
+        scene.now += STARTUP_S
+        back(scene)
+        assert scene.wait(FLOOR_S + 1, silent=[1]) == []
 
     def test_a_verdict_waits_for_deaths_that_the_coordinator_did_not_see(self) -> None:
         scene = stepping(3)

@@ -150,9 +150,9 @@ class World:
 
     def _perform(self, command: Command) -> None:
         if isinstance(command, MoveHead):
-            assert command.step >= self.head
-            self.head = command.step
-            self.own.append(HeadMoved(command.generation, command.step))
+            if command.step >= self.head:  # else the store refuses: the last move was lost with a controller
+                self.head = command.step
+                self.own.append(HeadMoved(command.generation, command.step))
         elif not isinstance(command, Announce | EndRun):
             number: int = command.worker  # type: ignore[attr-defined]  # every travelling command has one
             self.down.setdefault(number, deque()).append(command)
@@ -198,16 +198,22 @@ class World:
             if isinstance(command, Go):
                 assert self.restored[command.generation] == dict.fromkeys(range(self.nproc), s.restore_step)
             elif isinstance(command, MoveHead):
+                assert command.step >= s.head
                 made = [self.keys[key] for key in command.keys]
                 assert made == [(s.generation, rank, command.step) for rank in range(self.nproc)]
             elif isinstance(command, EndRun):
-                self.ends += 1
-                assert command.outcome
-                assert self.corrupt_ever or command.error.get("kind") != "NothingToRestore"
-                assert command.message
+                self._check_end(command)
         if s.generation > generation:
             assert set(self.joins[s.generation]) == set(range(self.nproc))
         assert self.ends == (s.phase == Phase.ENDED)
+
+    def _check_end(self, end: EndRun) -> None:
+        self.ends += 1
+        assert end.outcome
+        assert end.message
+        assert self.corrupt_ever or end.error.get("kind") != "NothingToRestore"
+        if end.message.startswith("no standby"):
+            assert (self.state.restarts, self.state.owed) == (self.state.max_restarts, 0)
 
     def _check_join(self, join: Join) -> None:
         owners = self.joins.setdefault(join.generation, {})
@@ -430,19 +436,28 @@ class World:
                 return
             while self.own:
                 self.handle(self.own.popleft())
-            for number in _from(first, self.down):
-                while self.down[number]:
-                    self.deliver_down(number)
-            for number in _from(first, self.workers):
-                self.act(number)
-                self.upload(number)
-            for number in _from(first, self.up):
-                while self.up[number]:
-                    self.deliver_up(number)
+            self.all_orders_arrive(first)
+            self.all_act(first)
+            self.all_facts_arrive(first)
 
-    def settle(self) -> None:
+    def all_orders_arrive(self, first: int) -> None:
+        for number in _from(first, self.down):
+            while self.down[number]:
+                self.deliver_down(number)
+
+    def all_act(self, first: int) -> None:
+        for number in _from(first, self.workers):
+            self.act(number)
+            self.upload(number)
+
+    def all_facts_arrive(self, first: int) -> None:
+        for number in _from(first, self.up):
+            while self.up[number]:
+                self.deliver_up(number)
+
+    def settle(self, steps: int = 2) -> None:
         """The adversary has stopped: within bounds the run steps again, or has ended with a reason."""
-        goal = self.steps_finished + 2
+        goal = self.steps_finished + steps
         for _ in range(200):
             self.flow(2)
             if self.ended or self.steps_finished >= goal:
