@@ -55,6 +55,11 @@ class ConfigError(ResilientError):
     exit_code = 2
 
 
+def one_line(problem: BaseException) -> str:
+    """Its message, whatever it was, for a place that has one line."""
+    return " ".join(str(problem).split())
+
+
 def is_config_error(kind: object) -> bool:
     """Whether `kind` names a ConfigError: a process that failed is known by its exception's name."""
     found = globals().get(str(kind))

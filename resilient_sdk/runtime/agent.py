@@ -362,7 +362,7 @@ class Agent:
             self._ending.wait(CONTROLLER_POLL_S)
 
     def _talk_to(self, address: str, process: ProcessId) -> bool:
-        """One connection, to its end. Returns whether the controller said anything: one that cannot start does not."""
+        """One connection, to its end. Tells whether the controller said anything: one that cannot start does not."""
         client = Client(address, self._directory.token())
         heard = False
         try:

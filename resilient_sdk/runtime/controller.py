@@ -138,7 +138,8 @@ class Controller:
             self._warn(f"{self._directory.path} cannot be written: {problem.strerror}")
 
     def _note(self, fact: Fact) -> None:
-        if fact.durable or self._tells_of_store(fact):
+        news = self._tells_of_store(fact)
+        if fact.durable or news:
             try:
                 self._journal.write(json.dumps({"time": SYSTEM_CLOCK.wall(), **fact.record()}) + "\n")
                 self._journal.flush()
@@ -149,8 +150,9 @@ class Controller:
         """Keeps the owner informed of what the store refuses; true for the first refusal of a series."""
         if isinstance(fact, RestoreFailed):
             self._warn(f"step {fact.step} could not be restored: {fact.reason}")
-        elif isinstance(fact, HeadMoved):
+        elif isinstance(fact, HeadMoved) and self._refused:
             self._refused = False
+            self._coordinator.state.message = ""
         elif isinstance(fact, UploadMissed) and fact.failed:
             first, self._refused = not self._refused, True
             self._warn(f"step {fact.step} was not stored: {fact.reason}")

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shutil
 import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ import cloudpickle
 
 from resilient_sdk.checkpoint.head import read_head
 from resilient_sdk.clock import SYSTEM_CLOCK
-from resilient_sdk.config import FaultSetting, settings_from
+from resilient_sdk.config import settings_from
 from resilient_sdk.coordination.state import Phase, Role, RunState, WorkerState
 from resilient_sdk.errors import (
     CannotPickle,
@@ -340,7 +341,7 @@ def launch(  # noqa: PLR0913  # keywords, each with a default: what a run can be
         stall_floor_s=stall_floor_s, startup_s=startup_s, store_budget_bytes=store_budget_bytes,
         store=_absolute(store) if store is not None else str(rundir.runs_directory() / run / "store"),
         memory=str(rundir.memory_directory(run)), script=script, module=module, arguments=tuple(arguments),
-        cwd=str(Path.cwd()), path=tuple(sys.path), faults=tuple(FaultSetting(**fault) for fault in faults),
+        cwd=str(Path.cwd()), path=tuple(sys.path), faults=tuple(faults),
     )  # fmt: skip
     if store is not None:
         open_store(settings.store).close()  # an unusable store is told before anything starts
@@ -349,7 +350,7 @@ def launch(  # noqa: PLR0913  # keywords, each with a default: what a run can be
     try:
         _make_room(directory)
     except ConfigError:
-        directory.remove()
+        shutil.rmtree(directory.path)  # and not the memory: it is not ours
         raise
     _start(directory)
     return Run(directory)
@@ -417,8 +418,9 @@ def sweep() -> None:
 
 
 def _start(directory: RunDirectory) -> None:
+    # The agent first: it starts the zygote, which takes longest, and the controller beside it.
     try:
-        start_detached(directory, "controller")
+        start_detached(directory, "agent")
     except RunUnreachable:
         if not directory.keeps_memory():
             directory.remove_leftovers()
@@ -449,4 +451,6 @@ def _pickle(train: Callable[[Any], Any]) -> bytes:
 
 
 def _absolute(store: str) -> str:
-    return store if "://" in store else os.path.abspath(store)  # noqa: PTH100  # keeps it a string
+    if "://" in store or not store.strip():
+        return store  # an empty one is refused by name, and is not the current directory
+    return os.path.abspath(Path(store).expanduser())  # noqa: PTH100  # keeps it a string

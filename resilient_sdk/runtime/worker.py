@@ -13,6 +13,7 @@ import cloudpickle
 from resilient_sdk.clock import SYSTEM_CLOCK
 from resilient_sdk.config import RunSettings
 from resilient_sdk.coordination.commands import Join, StandBy
+from resilient_sdk.errors import one_line
 from resilient_sdk.events import StandbyReady, TrainFailed, TrainReturned
 from resilient_sdk.faults import Fault, FaultPlan
 from resilient_sdk.rpc.frames import Channel
@@ -109,7 +110,7 @@ def _failed(job: Job, member: Member, problem: Exception) -> int:
             member.context.worker,
             job.generation,
             type(problem).__name__,
-            str(problem),
+            one_line(problem),
             text,
             SYSTEM_CLOCK.wall(),
         )

@@ -116,6 +116,13 @@ class Group:
             with suppress(RuntimeError, ValueError, AttributeError):
                 distributed_c10d._set_pg_timeout(self._timeout, group)
 
+    def all_able(self, able: bool) -> bool:
+        """Whether every rank says so. Collective."""
+        device = torch.device("cuda") if choose_backend() == "nccl" else torch.device("cpu")
+        unable = torch.tensor([int(not able)], device=device)
+        dist.all_reduce(unable)
+        return int(unable.item()) == 0
+
     def abort(self) -> None:
         """Makes a collective that blocks the main thread raise, within milliseconds. Never raises itself.
 

@@ -11,7 +11,7 @@ import torch
 
 from resilient_sdk.clock import SYSTEM_CLOCK
 from resilient_sdk.coordination.commands import Join
-from resilient_sdk.errors import ConfigError
+from resilient_sdk.errors import ConfigError, one_line
 from resilient_sdk.events import DeadlinePaused, StandbyReady
 from resilient_sdk.training import engine as engines
 from resilient_sdk.training.alone import LoneSeat
@@ -428,7 +428,7 @@ def why(problem: BaseException) -> str:
             where = f" at {frame.filename}:{frame.lineno}"
     if isinstance(problem, NeedsRank):
         return f"{problem}{where}"
-    return f"{type(problem).__name__}: {problem}{where}"
+    return f"{type(problem).__name__}: {one_line(problem)}{where}"
 
 
 def _no_feed(_rank: int) -> Any:

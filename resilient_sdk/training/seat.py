@@ -23,7 +23,7 @@ from resilient_sdk.checkpoint.uploader import Failed, Outcome, Stored, Uploader
 from resilient_sdk.checkpoint.writer import Identity
 from resilient_sdk.clock import SYSTEM_CLOCK
 from resilient_sdk.coordination.commands import Finish, Go, Join, RestoreFrom
-from resilient_sdk.errors import CheckpointError, ConfigError, StaleGeneration, StoreError
+from resilient_sdk.errors import CheckpointError, ConfigError, StaleGeneration, StoreError, one_line
 from resilient_sdk.events import (
     Fact,
     ManifestStored,
@@ -72,6 +72,7 @@ class Seat:
         self._uploader: Uploader | None = None
         self._store = open_store(member.context.store)
         self._phases: dict[str, float] = {}
+        self._restored: Restored | None = None  # what this generation's restore was answered with
 
     # ---- a place without a rank ----
 
@@ -179,6 +180,7 @@ class Seat:
         assert self.rank is not None
         state.own(self.rank)
         self._member.forget_answers()
+        self._restored = None
         refs = self._offer()
         self._member.answer(StepsOffered(self._member.context.worker, self.generation, tuple(refs)))
         while True:
@@ -266,13 +268,14 @@ class Seat:
         """Tells the coordinator that this member cannot go on, and lets go of what the traceback holds."""
         text = "".join(traceback.format_exception(problem))
         print(text, file=sys.stderr, flush=True)  # the log of this rank
-        worker, kind, now = self._member.context.worker, type(problem).__name__, SYSTEM_CLOCK.wall()
+        worker, kind, message = self._member.context.worker, type(problem).__name__, one_line(problem)
+        now = SYSTEM_CLOCK.wall()
         if isinstance(problem, ConfigError):
             # It cannot work, however often it is tried; unless a peer's death turns out to be behind it.
-            fact: Fact = TrainFailed(worker, self.generation, kind, str(problem), text, now)
+            fact: Fact = TrainFailed(worker, self.generation, kind, message, text, now)
         else:
             fact = StepFailed(
-                worker, self.generation, self.step, from_collective(problem), kind, str(problem), text, now
+                worker, self.generation, self.step, from_collective(problem), kind, message, text, now
             )
         self._member.tell(fact)
 
@@ -294,27 +297,47 @@ class Seat:
 
     def _restore(self, order: RestoreFrom, state: RankState, refs: dict[int, ManifestRef | None]) -> None:
         worker, step = self._member.context.worker, order.step
+        if self._restored is not None and self._restored.step == step:
+            self._member.tell(self._restored)  # ordered again by a controller that came back
+            return
         if order.scratch:
             self._start(state)
             source = "start"
         else:
-            try:
-                with self._phase("read"):
-                    found, source = self._read(step, refs)
-            except (StoreError, CheckpointError) as problem:
-                refs.pop(step, None)
-                self._member.tell(RestoreFailed(worker, self.generation, step, str(problem)))
+            found, source = self._read_or_tell(step, refs)
+            # Loading is collective: none may begin it for a step that another cannot read.
+            if not self._agree(found is not None) or found is None:
                 return
-            self._member.context.faults.point("restore", rank=self.rank, step=step)
-            with self._phase("restore"):
-                state.load(self.engine, found)
-            assert self._snapshots is not None
-            self._snapshots.forget_after(Step(step))
-            self.step = step
-            if source != "memory":
-                self.capture(state)
+            self._load(step, state, found, source)
         self._member.step = self.step
-        self._member.answer(Restored(worker, self.generation, step, source, dict(self._phases)))
+        self._restored = Restored(worker, self.generation, step, source, dict(self._phases))
+        self._member.answer(self._restored)
+
+    def _read_or_tell(self, step: int, refs: dict[int, ManifestRef | None]) -> tuple[State | None, str]:
+        try:
+            with self._phase("read"):
+                return self._read(step, refs)
+        except (StoreError, CheckpointError) as problem:
+            refs.pop(step, None)
+            worker = self._member.context.worker
+            print(f"rank {self.rank}: step {step} is not restored: {problem}", flush=True)
+            self._member.tell(RestoreFailed(worker, self.generation, step, str(problem)))
+            return None, ""
+
+    def _agree(self, able: bool) -> bool:
+        assert self._group is not None
+        with self._phase("agree"):
+            return self._group.all_able(able)
+
+    def _load(self, step: int, state: RankState, found: State, source: str) -> None:
+        assert self._snapshots is not None
+        self._member.context.faults.point("restore", rank=self.rank, step=step)
+        with self._phase("restore"):
+            state.load(self.engine, found)
+        self._snapshots.forget_after(Step(step))
+        self.step = step
+        if source != "memory":
+            self.capture(state)
 
     def _read(self, step: int, refs: dict[int, ManifestRef | None]) -> tuple[State, str]:
         assert self._snapshots is not None
