@@ -27,6 +27,7 @@ from resilient_sdk.errors import (
     RunFailed,
     RunUnreachable,
     is_config_error,
+    one_line,
 )
 from resilient_sdk.ids import RunId, is_run_id, new_run_id
 from resilient_sdk.rpc.channels import Client
@@ -333,8 +334,10 @@ def launch(  # noqa: PLR0913  # keywords, each with a default: what a run can be
     if script is not None and not module and not Path(script).is_file():
         raise ConfigError(f"there is no script {script}", fix="Give the path of a Python file.")
     if run_id is not None and not is_run_id(run_id):
-        raise ConfigError(f"run id = {run_id!r}",
-                          fix="Use up to 64 of a-z, 0-9, dot, dash and underscore, a letter or digit first.")  # fmt: skip
+        raise ConfigError(
+            f"run id = {run_id!r}",
+            fix="Use up to 64 of a-z, 0-9, dot, dash and underscore, a letter or digit first.",
+        )
     run = RunId(run_id or new_run_id())
     settings = settings_from(
         run=run, nproc=nproc, standbys=standbys, max_restarts=max_restarts, seed=seed,
@@ -446,8 +449,10 @@ def _pickle(train: Callable[[Any], Any]) -> bytes:
         return bytes(cloudpickle.dumps(train))
     except (pickle.PicklingError, TypeError, AttributeError, NotImplementedError) as problem:
         name = getattr(train, "__name__", "train")
-        raise CannotPickle(f"{name} cannot travel to other processes: {str(problem).splitlines()[0]}",
-                           fix="Make what it uses (files, locks, connections) inside the function.") from problem  # fmt: skip
+        raise CannotPickle(
+            f"{name} cannot travel to other processes: {one_line(problem)}",
+            fix="Make what it uses (files, locks, connections) inside the function.",
+        ) from problem
 
 
 def _absolute(store: str) -> str:

@@ -117,9 +117,9 @@ class Seat:
     def _form(self, join: Join) -> Group:
         # A file in the run's own directory: unlike a TCPStore it can be neither read nor written by a stranger,
         # and no process has to live for it.
-        file = FileStore(
-            str(self._member.context.rendezvous / f"generation-{join.generation}"), join.world_size
-        )
+        path = self._member.context.rendezvous / f"generation-{join.generation}"
+        path.touch(mode=0o600)  # or torch would make it readable by all
+        file = FileStore(str(path), join.world_size)
         try:
             return Group.form(
                 rank=join.rank,
