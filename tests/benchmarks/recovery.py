@@ -12,6 +12,7 @@ on our side STEADY steps after the standby was warm again.
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -58,7 +59,7 @@ def ours(place: Bench, stage: int, kills: int) -> Side:
             at = kill(pid)
             # Nobody asks the controller anything meanwhile: that would take its time.
             time.sleep(0.2)
-            events = wait_for("the next committed step", lambda seen=seen: _recovered(run, seen), poll_s=0.1)
+            events = wait_for("the next committed step", partial(_recovered, run, seen), poll_s=0.1)
             side.steps += _periods(marks(work.out, 0), at)[-STEADY:]
             side.phases.append(_phases(events, at, wall_ahead))
     return side
@@ -77,7 +78,9 @@ def _when_steady(run: Run) -> int:
     status = wait_for(
         "some steps", lambda: s if (s := run.status()).step >= first + STEADY + 1 else None, poll_s=0.2
     )
-    return int(status.ranks[VICTIM])
+    pid = status.ranks[VICTIM]
+    assert pid is not None  # the run is running
+    return pid
 
 
 def _recovered(run: Run, seen: int) -> dict[str, dict[str, Any]] | None:
@@ -130,11 +133,11 @@ def plain(place: Bench, stage: int, kills: int) -> Side:
 
         at = 0.0
         for _ in range(kills):
-            wait_for("some steps", lambda at=at: saved(at, STEADY_PLAIN), poll_s=0.1)
+            wait_for("some steps", partial(saved, at, STEADY_PLAIN), poll_s=0.1)
             at = kill(int((out / f"pid-{VICTIM}").read_text()))
-            lives = wait_for("the next saved step", lambda at=at: saved(at, 1), poll_s=0.1)
+            lives = wait_for("the next saved step", partial(saved, at, 1), poll_s=0.1)
             side.phases.append(_plain_phases(lives, at))
-        wait_for("some steps", lambda: saved(at, STEADY_PLAIN), poll_s=0.1)
+        wait_for("some steps", partial(saved, at, STEADY_PLAIN), poll_s=0.1)
         side.steps = _periods(marks(out, 0), float("inf"))
     return side
 

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -86,11 +87,15 @@ def replacements(place: Bench, count: int) -> list[float]:
     work = Work(out=str(place.out("replacement")), model="tiny")
     with ended(rs.launch(work, nproc=2, standbys=1)) as run:
         for number in range(count):
-            wait_for("a warm standby", lambda number=number: len(_ready(run)) > number, poll_s=0.2)
+            wait_for("a warm standby", partial(_has_warmed, run, number + 1), poll_s=0.2)
             kill(wait_for("a pid", lambda: run.status().ranks[1], poll_s=0.2))
-        wait_for("a warm standby", lambda: len(_ready(run)) > count, poll_s=0.2)
+        wait_for("a warm standby", partial(_has_warmed, run, count + 1), poll_s=0.2)
         started = {e["worker"]: e["time"] for e in run.events() if e["fact"] == "WorkerStarted"}
         return [event["time"] - started[event["worker"]] for event in _ready(run)[1:]]
+
+
+def _has_warmed(run: Run, standbys: int) -> bool:
+    return len(_ready(run)) >= standbys
 
 
 def _ready(run: Run) -> list[dict[str, Any]]:

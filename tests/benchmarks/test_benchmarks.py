@@ -74,7 +74,7 @@ def test_a_step_is_timed_only_where_nothing_came_between() -> None:
 
 def test_phases_follow_each_other_from_the_kill() -> None:
     killed, ahead = 100.0, 1_000_000.0
-    events = {
+    events: dict[str, dict[str, Any]] = {
         "WorkerExited": {"time": 1_000_100.11, "at": 100.1},
         "GenerationBroken": {"time": 1_000_100.2},
         "GenerationFormed": {"time": 1_000_100.5, "phases": {"rebuild": 0.2}},
@@ -91,6 +91,8 @@ def test_phases_follow_each_other_from_the_kill() -> None:
 def test_growth_is_from_the_fifth_recovery_to_the_last() -> None:
     report = Report("leak", 10)
     leak.tell(report, 2, [leak.Size(100.0 + n, 20, 9) for n in range(10)])
-    growth = {bar.name: (bar.value, bar.holds) for bar in report.bars}
-    assert growth["ZeRO-2: growth of rss_mib"] == (pytest.approx((109 / 104 - 1) * 100), False)
-    assert growth["ZeRO-2: growth of fds"] == (0.0, True)
+    growth = {bar.name: bar for bar in report.bars}
+    assert growth["ZeRO-2: growth of rss_mib"].value == pytest.approx((109 / 104 - 1) * 100)
+    assert not growth["ZeRO-2: growth of rss_mib"].holds
+    assert growth["ZeRO-2: growth of fds"].value == 0.0
+    assert growth["ZeRO-2: growth of fds"].holds
