@@ -124,7 +124,9 @@ class Run:
         gone = replace(status, ranks=(None,) * len(status.ranks), standbys_ready=0, standbys=())
         if s.phase == Phase.ENDED:
             return gone
-        return replace(gone, state="killed", message=f"all its processes were killed; {self._what_is_left(s)}")
+        return replace(
+            gone, state="killed", message=f"all its processes were killed; {self._what_is_left(s)}"
+        )
 
     def wait(self, timeout_s: float | None = None) -> Status:
         """Blocks until the run has ended and cleaned up; Ctrl-C ends the waiting, not the run.
@@ -390,7 +392,9 @@ def _check_head(address: str) -> None:
         try:
             read_head(store)
         except Corrupt as problem:
-            raise Corrupt(problem.what, fix=f"Bring back {address} from a copy, or start a new run.") from problem
+            raise Corrupt(
+                problem.what, fix=f"Bring back {address} from a copy, or start a new run."
+            ) from problem
 
 
 def attach(run_id: str) -> Run:
