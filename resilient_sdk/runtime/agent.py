@@ -61,6 +61,12 @@ class Outbox:
         with self._lock:
             self._kept = [fact for fact in self._kept if fact.number > number]
 
+    def unacknowledged_exits(self) -> set[int]:
+        """Workers whose death the controller may not have heard of yet."""
+        with self._lock:
+            records = [json.loads(fact.fact) for fact in self._kept]
+        return {record["worker"] for record in records if record["fact"] == WorkerExited.__name__}
+
     def stream(self, first: dict[str, Any]) -> Iterator[pb.FactUp]:
         """One connection's facts: `first`, then all not acknowledged, then new ones, until another one begins."""
         with self._lock:
@@ -243,11 +249,12 @@ class Agent:
         os.close(worker.pidfd)
         self._end_group(worker.pid)
         _, status = os.waitpid(worker.pid, 0)
-        del self._workers[worker.number]
         code = os.waitstatus_to_exitcode(status)
+        # Reported before it is forgotten: whoever is in neither list would count as vanished.
         self._report(
             WorkerExited(worker.number, code if code >= 0 else None, -code if code < 0 else None, at)
         )
+        del self._workers[worker.number]
 
     def _end_group(self, pid: int) -> None:
         """What a dead rank has forked (its data loader) goes with it; who had ended in order may leave something.
@@ -366,7 +373,9 @@ class Agent:
         client = Client(address, self._directory.token())
         heard = False
         try:
-            alive = tuple(sorted({*self._workers, *self._ordered}))
+            known = {*self._workers, *self._ordered}
+            # Taken after: one that dies in between is in both. Its exit, told next, says how it ended.
+            alive = tuple(sorted(known | self._outbox.unacknowledged_exits()))
             for answer in client.serve(self._outbox.stream(AgentJoined(alive).record())):
                 heard = True
                 self._outbox.acknowledge(answer.acknowledged)

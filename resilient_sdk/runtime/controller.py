@@ -13,7 +13,7 @@ import queue
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from resilient_sdk.checkpoint.drain import commit_from_memory
 from resilient_sdk.checkpoint.head import Head, move_head, read_head
 from resilient_sdk.checkpoint.manifest import parse_ref
 from resilient_sdk.clock import SYSTEM_CLOCK
-from resilient_sdk.coordination.commands import WORKER_COMMANDS, Announce, Command, EndRun, MoveHead
+from resilient_sdk.coordination.commands import WORKER_COMMANDS, Announce, Command, EndRun, Join, MoveHead
 from resilient_sdk.coordination.machine import Coordinator
 from resilient_sdk.coordination.state import Phase, RunState
 from resilient_sdk.errors import ResilientError
@@ -54,6 +54,12 @@ FLEETING = (Beat, StepBegun, StepFinished)
 """Facts that come many times a second and change nothing that a new controller has to know."""
 
 
+_Down = queue.SimpleQueue[pb.CommandDown | None]
+"""What goes down one agent's stream; None ends it."""
+_Receipt = tuple[_Down, int] | None
+"""Which stream waits for which number's acknowledgement: another agent counts its own facts."""
+
+
 class Controller:
     """One run's controller on this machine. `run` returns when the run has ended."""
 
@@ -64,8 +70,9 @@ class Controller:
         self._new = record is None
         self._resume = resume and not self._new
         self._coordinator = Coordinator(RunState.load(record) if record is not None else None)
-        self._facts: queue.SimpleQueue[tuple[Fact, int]] = queue.SimpleQueue()
-        self._down: queue.SimpleQueue[pb.CommandDown | None] = queue.SimpleQueue()
+        self._facts: queue.SimpleQueue[tuple[Fact, _Receipt]] = queue.SimpleQueue()
+        self._down: _Down = queue.SimpleQueue()
+        self._shutdown: pb.CommandDown | None = None  # the last order, for an agent that comes late, too
         self._journal = open(directory.journal, "a", encoding="utf-8", opener=_private)  # noqa: SIM115  # closed in run
         self._store: Store | None = None
         self._refused = False  # the store's last answer was no
@@ -78,7 +85,8 @@ class Controller:
         server = Server(self, self._directory.token())
         try:
             self._directory.note_process("controller", address=server.address)
-            self._take(self._first_fact(), 0)
+            self._take(self._first_fact(), None)
+            self._learn_head()
             if self._coordinator.state.phase == Phase.ENDED:
                 self._ended = self._unfinished_end()
             while self._ended is None:
@@ -106,36 +114,55 @@ class Controller:
     def _turn(self) -> None:
         now = SYSTEM_CLOCK.monotonic()
         try:
-            fact, number = self._facts.get(timeout=TICK_S)
+            fact, receipt = self._facts.get(timeout=TICK_S)
         except queue.Empty:
             pass
         else:
-            self._take(fact, number)
+            self._take(fact, receipt)
         if now - self._ticked >= TICK_S:
             self._ticked = now
             with self._lock:
                 commands = self._coordinator.tick(SYSTEM_CLOCK.monotonic())
             if commands:
-                self._remember()
+                self._remember(commands)
             self._perform(commands)
 
-    def _take(self, fact: Fact | None, number: int) -> None:
+    def _take(self, fact: Fact | None, receipt: _Receipt) -> None:
         if fact is not None:
             with self._lock:
                 commands = self._coordinator.handle(fact, SYSTEM_CLOCK.monotonic())
             self._note(fact)
             if commands or not isinstance(fact, FLEETING):
-                self._remember()
+                self._remember(commands)
             self._perform(commands)
-        if number:
-            self._down.put(pb.CommandDown(acknowledged=number))
+        if receipt is not None:
+            down, number = receipt
+            down.put(pb.CommandDown(acknowledged=number))
 
-    def _remember(self) -> None:
-        # A disk that is full must not end a training whose state is in memory.
+    def _remember(self, commands: Sequence[Command] = ()) -> None:
+        """Writes the state down. A disk that is full must not end a training whose state is in memory; but no
+        generation is formed unwritten: the next controller would use its number again."""
+        while True:
+            try:
+                self._directory.write("state.json", self._coordinator.state.record())
+            except OSError as problem:
+                self._warn(f"{self._directory.path} cannot be written: {problem.strerror}")
+                if any(isinstance(command, Join) for command in commands):
+                    SYSTEM_CLOCK.sleep(TICK_S)
+                    continue
+            return
+
+    def _learn_head(self) -> None:
+        """A controller that was killed may have moved the head and not noted it."""
+        if self._new:
+            return
         try:
-            self._directory.write("state.json", self._coordinator.state.record())
-        except OSError as problem:
-            self._warn(f"{self._directory.path} cannot be written: {problem.strerror}")
+            head = read_head(self._open_store())
+        except ResilientError as problem:
+            self._warn(f"the store's head cannot be read: {problem}")
+            return
+        if head is not None and head.step > self._coordinator.state.head:
+            self._take(HeadMoved(head.generation, head.step), None)
 
     def _note(self, fact: Fact) -> None:
         news = self._tells_of_store(fact)
@@ -194,7 +221,7 @@ class Controller:
             # The step stays uncommitted and the next one is tried: a failed save must not stop training.
             self._warn(f"step {command.step} was not committed: {problem}")
             return
-        self._facts.put((HeadMoved(command.generation, command.step), 0))
+        self._facts.put((HeadMoved(command.generation, command.step), None))
 
     # ---- the agent ----
 
@@ -208,19 +235,22 @@ class Controller:
 
     def serve(self, facts: Iterator[pb.FactUp]) -> Iterator[pb.CommandDown]:
         """The agent's stream: one thread reads it while this one sends."""
-        down: queue.SimpleQueue[pb.CommandDown | None] = queue.SimpleQueue()
+        down: _Down = queue.SimpleQueue()
         self._down.put(None)  # ends an earlier stream of an agent that is gone
         self._down = down
+        if self._shutdown is not None:
+            down.put(self._shutdown)
         reader = threading.Thread(target=self._read, args=(facts, down), name="agent-facts", daemon=True)
         reader.start()
         while (command := down.get()) is not None:
             yield command
 
-    def _read(self, facts: Iterator[pb.FactUp], down: queue.SimpleQueue[pb.CommandDown | None]) -> None:
+    def _read(self, facts: Iterator[pb.FactUp], down: _Down) -> None:
         # The stream's end is an RpcError of whichever kind: the agent went, or this server closes.
         with contextlib.suppress(Exception):
             for up in facts:
-                self._facts.put((fact_from(json.loads(up.fact)), up.number))
+                receipt = (down, up.number) if up.number else None
+                self._facts.put((fact_from(json.loads(up.fact)), receipt))
         down.put(None)
 
     # ---- the owner ----
@@ -230,13 +260,14 @@ class Controller:
             return self._coordinator.state.record()
 
     def stop(self, reason: str) -> None:
-        self._facts.put((StopRequested(reason), 0))
+        self._facts.put((StopRequested(reason), None))
 
     # ---- the end ----
 
     def _end(self, end: EndRun) -> None:
         """Workers go first, then memory is committed, then it is removed."""
-        self._down.put(pb.CommandDown(command=json.dumps({"command": SHUTDOWN, "grace_s": end.grace_s})))
+        self._shutdown = pb.CommandDown(command=json.dumps({"command": SHUTDOWN, "grace_s": end.grace_s}))
+        self._down.put(self._shutdown)
         agent = self._directory.process("agent")
         if agent is not None and not agent.wait_gone(end.grace_s + 10.0):
             agent.kill()

@@ -16,10 +16,10 @@ if __name__ == "__main__":
     # Hardly anything dies while three thousand modules are imported: collecting meanwhile costs a second.
     gc.disable()
 
-from resilient_sdk.rpc.frames import Channel, ChannelClosed  # noqa: E402
-from resilient_sdk.runtime import worker  # noqa: E402
-from resilient_sdk.runtime.processes import die_with_parent  # noqa: E402
-from resilient_sdk.training.engine import preload  # noqa: E402
+from resilient_sdk.rpc.frames import Channel, ChannelClosed
+from resilient_sdk.runtime import worker
+from resilient_sdk.runtime.processes import die_with_parent
+from resilient_sdk.training.engine import preload
 
 
 def main(arguments: list[str]) -> None:

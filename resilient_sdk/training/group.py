@@ -116,12 +116,18 @@ class Group:
             with suppress(RuntimeError, ValueError, AttributeError):
                 distributed_c10d._set_pg_timeout(self._timeout, group)
 
-    def all_able(self, able: bool) -> bool:
-        """Whether every rank says so. Collective."""
+    def all_able(self, able: bool, step: int) -> bool:
+        """Whether every rank can load `step`. Collective.
+
+        Raises CoordinationError if ranks speak of different steps: an order was repeated to some of them.
+        """
         device = torch.device("cuda") if choose_backend() == "nccl" else torch.device("cpu")
-        unable = torch.tensor([int(not able)], device=device)
-        dist.all_reduce(unable)
-        return int(unable.item()) == 0
+        lowest = torch.tensor([int(able), step, -step], device=device)
+        dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
+        agreed, least, most = (int(number) for number in lowest.tolist())
+        if least != -most:
+            raise CoordinationError(f"ranks restore different steps, {least} to {-most}")
+        return agreed == 1
 
     def abort(self) -> None:
         """Makes a collective that blocks the main thread raise, within milliseconds. Never raises itself.

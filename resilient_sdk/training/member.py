@@ -267,7 +267,7 @@ class Member:
                     self.tell(fact)
                 return
             self._last_join = order
-            self.newest = order.generation
+            self.newest = max(self.newest, order.generation)
             self._inbox.put(order)
             self._abort_older(order.generation)
         else:

@@ -306,7 +306,7 @@ class Seat:
         else:
             found, source = self._read_or_tell(step, refs)
             # Loading is collective: none may begin it for a step that another cannot read.
-            if not self._agree(found is not None) or found is None:
+            if not self._agree(found is not None, step) or found is None:
                 return
             self._load(step, state, found, source)
         self._member.step = self.step
@@ -324,10 +324,10 @@ class Seat:
             self._member.tell(RestoreFailed(worker, self.generation, step, str(problem)))
             return None, ""
 
-    def _agree(self, able: bool) -> bool:
+    def _agree(self, able: bool, step: int) -> bool:
         assert self._group is not None
         with self._phase("agree"):
-            return self._group.all_able(able)
+            return self._group.all_able(able, step)
 
     def _load(self, step: int, state: RankState, found: State, source: str) -> None:
         assert self._snapshots is not None

@@ -223,7 +223,8 @@ def test_a_stopped_rank_is_found_and_replaced(work: Workload, undisturbed: Any) 
     story = tell(work, faults=[kill(1, "begin", action="stop")], stall_floor_s=1.0)
     assert story.result == undisturbed(work)
     lost = [event["cause"] for event in story.events if event["fact"] == "RankLost"]
-    assert lost == ["rank 1 gave no sign of life for 3 s"]
+    assert len(lost) == 1
+    assert lost[0].startswith(("rank 1 gave no sign of life", "rank 1 held its peers up"))
 
 
 def test_a_rank_that_hangs_in_its_own_code_is_found_among_its_peers(work: Workload, undisturbed: Any) -> None:
