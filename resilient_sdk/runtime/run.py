@@ -74,6 +74,7 @@ class Status:
 
     @property
     def ended(self) -> bool:
+        """Whether nothing more will happen, unless it is resumed."""
         return self.state in ("finished", "stopped", "failed", "no_standby", "killed")
 
 
@@ -85,6 +86,7 @@ class Run:
 
     @property
     def id(self) -> RunId:
+        """What `attach` takes."""
         return self._directory.run
 
     @property

@@ -13,7 +13,7 @@ import cloudpickle
 from resilient_sdk.clock import SYSTEM_CLOCK
 from resilient_sdk.config import RunSettings
 from resilient_sdk.coordination.commands import Join, StandBy
-from resilient_sdk.errors import one_line
+from resilient_sdk.errors import ConfigError, one_line
 from resilient_sdk.events import StandbyReady, TrainFailed, TrainReturned
 from resilient_sdk.faults import Fault, FaultPlan
 from resilient_sdk.rpc.frames import Channel
@@ -98,6 +98,9 @@ def _attempt(job: Job, member: Member, run: RunDirectory, settings: RunSettings)
         return _failed(job, member, problem)
     if not job.has_rank:
         raise _Cold("the code came to its end without a step")
+    if not job.looped:
+        return _failed(job, member, ConfigError("the code came to its end without job.steps()",
+                                                fix="Loop over job.steps(loader, until=...)."))  # fmt: skip
     member.tell(TrainReturned(member.context.worker))
     return 0
 

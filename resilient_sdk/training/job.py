@@ -197,6 +197,11 @@ class Job:
         return self._member is None or self._join is not None or self._generation() > 0
 
     @property
+    def looped(self) -> bool:
+        """Whether the user's code came to its steps."""
+        return self._state is not None
+
+    @property
     def generation(self) -> int:
         """The membership that this worker acts for; 0 before any."""
         return self._generation() or (self._join.generation if self._join is not None else 0)

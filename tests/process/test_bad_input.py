@@ -250,6 +250,10 @@ def factory_fails(job: Any) -> None:
     job.initialize(model=lambda: [][1], config=_config())
 
 
+def no_steps(job: Any) -> None:
+    job.initialize(model=_build, config=_config())
+
+
 def no_model(job: Any) -> None:
     job.initialize(model=lambda: "a model", config=_config())
 
@@ -301,6 +305,7 @@ IN_A_RUN: dict[Mistake, str] = {
     model_instance: r": ZeRO-3 partitions a model for good.*\. Pass model=build_model",
     no_engine_step: NO_STEP,
     no_model: r": model\(\) returned str\. Return a torch\.nn\.Module",
+    no_steps: r": the code came to its end without job\.steps\(\)\. Loop over",
     loader_raises: r"ValueError on rank 0 at step 4: record 4 is broken\. `resilient logs",
     factory_fails: r"IndexError on rank 0 at step 0: list index out of range",
     exits: r"rank 0 exited with status 3 at step 3, twice",
