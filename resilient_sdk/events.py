@@ -86,6 +86,14 @@ class WorkerExited(Fact):
     at: float
 
 
+@dataclass(frozen=True, slots=True)
+class StartFailed(Fact):
+    """The agent cannot start workers at all, however often it tries."""
+
+    durable: ClassVar[bool] = True
+    reason: str
+
+
 # ---- workers, as they see themselves ----
 
 

@@ -29,6 +29,7 @@ from resilient_sdk.events import (
     RunResumed,
     RunStarted,
     StandbyReady,
+    StartFailed,
     StepBegun,
     StepFailed,
     StepFinished,
@@ -120,6 +121,10 @@ def _populate(turn: Turn) -> None:
         membership.start_worker(turn)
 
 
+def _start_failed(turn: Turn, fact: StartFailed) -> None:
+    turn.end("failed", fact.reason, {"kind": "StartFailed"})
+
+
 def _stop_requested(turn: Turn, fact: StopRequested) -> None:
     turn.end("stopped", fact.reason)
 
@@ -128,6 +133,7 @@ _HANDLERS: dict[type[Fact], Callable[[Turn, Any], None]] = {
     RunStarted: _run_started,
     RunResumed: _run_resumed,
     StopRequested: _stop_requested,
+    StartFailed: _start_failed,
     AgentJoined: processes.agent_joined,
     WorkerStarted: processes.worker_started,
     WorkerExited: processes.worker_exited,

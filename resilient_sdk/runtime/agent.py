@@ -23,7 +23,16 @@ from resilient_sdk.clock import SYSTEM_CLOCK
 from resilient_sdk.config import child_environment
 from resilient_sdk.coordination.commands import Command, KillWorker, StartWorker, command_from
 from resilient_sdk.errors import RunUnreachable
-from resilient_sdk.events import AgentJoined, Beat, Fact, StepBegun, WorkerExited, WorkerStarted, fact_from
+from resilient_sdk.events import (
+    AgentJoined,
+    Beat,
+    Fact,
+    StartFailed,
+    StepBegun,
+    WorkerExited,
+    WorkerStarted,
+    fact_from,
+)
 from resilient_sdk.rpc import resilient_pb2 as pb
 from resilient_sdk.rpc.channels import Client
 from resilient_sdk.rpc.frames import Channel, ChannelClosed, channel_pair
@@ -33,6 +42,8 @@ from resilient_sdk.runtime.rundir import RunDirectory, open_private
 
 CONTROLLER_POLL_S = 0.2
 MAX_CONTROLLER_STARTS = 10
+MAX_ZYGOTE_FAILURES = 3
+"""A zygote that cannot even import what it needs will not be able to the next time."""
 SHUTDOWN = "Shutdown"
 """What a controller sends last: no worker is to be left after `grace_s`."""
 
@@ -123,6 +134,8 @@ class Agent:
         self._zygote: subprocess.Popen[bytes] | None = None
         self._zygote_channel: Channel | None = None
         self._zygote_ready = False
+        self._zygote_failures = 0  # in a row
+        self._zygote_log = directory.logs / "zygote.log"
         self._link: threading.Thread | None = None
         self._ending = threading.Event()
         self._kill_at: float | None = None
@@ -147,7 +160,7 @@ class Agent:
 
     def _start_zygote(self) -> None:
         channel, theirs = channel_pair()
-        with open_private(self._directory.logs / "zygote.log") as log:
+        with open_private(self._zygote_log) as log:
             self._zygote = subprocess.Popen(
                 [
                     sys.executable,
@@ -192,10 +205,13 @@ class Agent:
         for number in self._ordered:
             self._close_ordered(number)
             self._ordered[number] = channel_pair()
-        if self._ending.is_set():
-            self._zygote = None
-        else:
+        self._zygote_failures = 0 if self._zygote_ready else self._zygote_failures + 1
+        if not self._ending.is_set() and self._zygote_failures < MAX_ZYGOTE_FAILURES:
             self._start_zygote()
+            return
+        self._zygote, self._zygote_channel, self._zygote_ready = None, None, False
+        if not self._ending.is_set():
+            self._report(StartFailed(f"no worker can be started: {_last_line(self._zygote_log)}"))
 
     def _close_ordered(self, number: int) -> None:
         for end in self._ordered[number]:
@@ -394,6 +410,12 @@ class Agent:
     def _take_command(self, text: str) -> None:
         self._commands.put(json.loads(text))
         self._wake_write.send(b"!")
+
+
+def _last_line(log: Path) -> str:
+    """Of a traceback: what it is about."""
+    lines = log.read_text(errors="replace").split("\n") if log.exists() else []
+    return next((line.strip() for line in reversed(lines) if line.strip()), f"{log} is empty")
 
 
 def _reap(record: dict[str, Any] | None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import resilient_sdk as rs
-from resilient_sdk.errors import RunUnreachable
+from resilient_sdk.errors import RunFailed, RunUnreachable
 from resilient_sdk.runtime.processes import ProcessId
 from resilient_sdk.runtime.run import Run
 from tests.conftest import processes_of
@@ -138,3 +138,17 @@ def test_a_forked_child_of_a_dead_rank_holds_nobody_up(work: Workload, tmp_path:
     status = finish(run, during)
     assert status.recoveries == 1
     assert read_result(work.out, NPROC) == undisturbed(work, tmp_path / "clean")
+
+
+def test_workers_that_cannot_be_started_end_the_run_and_say_why(
+    work: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A broken installation: the zygote cannot import what training needs."""
+    broken = tmp_path / "broken" / "torch"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise ImportError('libtorch.so: no such file')")
+    monkeypatch.setenv("PYTHONPATH", f"{broken.parent}:{Path(__file__).parents[2]}")
+    run = launch(work)
+    with pytest.raises(RunFailed, match=r"no worker can be started: ImportError: libtorch\.so: no such file"):
+        finish(run)
+    assert run.events()[-1]["fact"] == "RunEnded"
