@@ -58,10 +58,23 @@ def preload() -> None:
     What is imported then stays out of Python's collector: a child's collections are short, its pages shared.
     """
     _deepspeed()
+    _import_muon_uncompiled()
     for name in _IMPORTED_LATE:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
+
+
+def _import_muon_uncompiled() -> None:
+    """Muon compiles three functions as it is imported, and DeepSpeed imports it for every optimizer: that alone
+    pulls in torch's code generator, 600 modules and a second. Muon itself is refused here (see ds_config)."""
+    compiler = importlib.import_module("deepspeed.runtime.compiler")
+    compile_later = compiler.compile
+    compiler.compile = lambda *_arguments, **_options: lambda function: function
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+    finally:
+        compiler.compile = compile_later
 
 
 @dataclass(frozen=True)

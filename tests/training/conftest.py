@@ -17,10 +17,13 @@ class Zygote:
         with log.open("w") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, str(Path(__file__).with_name("engine_worker.py"))],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
-                env={**os.environ,
-                     "PYTHONPATH": str(Path(__file__).parents[2])},
-            )  # fmt: skip
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                # As the agent starts it: numpy's own threads would be lost in a fork.
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+            )
         self.log = log
         self.asked = 0
         self.born = self._answer()
