@@ -64,7 +64,7 @@ def rollback(args, slot, store):
         if slot == 1:
             return {"ok": True}
     else:
-        rehearse(rank.spec, rank.gas, rank.dtype)
+        rehearse(rank.spec, rank.dtype)
         moved = pickle.loads(store.get("moved"))
         saved, reference, start, head = (moved[0], moved[1]), moved[2], (moved[3], moved[4]), moved[5]
     engine, group = rank.life(1)
@@ -114,7 +114,7 @@ def fault(args, slot, store):
         if args["action"] == "stop" and slot == 0:
             os.kill(int(store.get("pid")), signal.SIGKILL)
     else:
-        rehearse(rank.spec, rank.gas, rank.dtype)
+        rehearse(rank.spec, rank.dtype)
         moved = pickle.loads(store.get("moved"))
         saved, reference = (moved[0], moved[1]), pickle.loads(store.get("reference"))
         raised, left, seen = 0.0, 0.0, ""
@@ -210,7 +210,7 @@ def rehearsal_undone(args, slot, store):
     spec = spec_of(args)
     model = door._model_for_build(spec)
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    rehearse(spec, 1, torch.bfloat16)
+    rehearse(spec, torch.bfloat16)
     after = door._model_for_build(spec).state_dict()
     same = all(torch.equal(before[k], after[k]) and before[k].dtype == after[k].dtype for k in before)
     return {"ok": same and before.keys() == after.keys()}
