@@ -68,7 +68,7 @@ def preload() -> None:
 def _import_muon_uncompiled() -> None:
     """Muon compiles three functions as it is imported, and DeepSpeed imports it for every optimizer: that alone
     pulls in torch's code generator, 600 modules and a second. Muon itself is refused here (see ds_config)."""
-    compiler = importlib.import_module("deepspeed.runtime.compiler")
+    compiler: Any = importlib.import_module("deepspeed.runtime.compiler")
     compile_later = compiler.compile
     compiler.compile = lambda *_arguments, **_options: lambda function: function
     try:
