@@ -337,12 +337,7 @@ def launch(  # noqa: PLR0913  # keywords, each with a default: what a run can be
     pickled = b"" if train is None else _pickle(train)
     if script is not None and not module and not Path(script).is_file():
         raise ConfigError(f"there is no script {script}", fix="Give the path of a Python file.")
-    if run_id is not None and not is_run_id(run_id):
-        raise ConfigError(
-            f"run id = {run_id!r}",
-            fix="Use up to 64 of a-z, 0-9, dot, dash and underscore, a letter or digit first.",
-        )
-    run = RunId(run_id or new_run_id())
+    run = new_run_id() if run_id is None else _checked_id(run_id)
     settings = settings_from(
         run=run, nproc=nproc, standbys=standbys, max_restarts=max_restarts, seed=seed,
         stall_floor_s=stall_floor_s, startup_s=startup_s, store_budget_bytes=store_budget_bytes,
@@ -361,6 +356,15 @@ def launch(  # noqa: PLR0913  # keywords, each with a default: what a run can be
         raise
     _start(directory)
     return Run(directory)
+
+
+def _checked_id(text: str) -> RunId:
+    if not is_run_id(text):
+        raise ConfigError(
+            f"run id = {text!r}",
+            fix="Use up to 64 of a-z, 0-9, dot, dash and underscore, a letter or digit first.",
+        )
+    return RunId(text)
 
 
 def resume(run_id: str, *, nproc: int | None = None) -> Run:
