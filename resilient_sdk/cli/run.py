@@ -24,9 +24,11 @@ def run(
         list[str] | None, typer.Argument(metavar="ARGS...", help="The script's own, passed on untouched.")
     ] = None,
     nproc: Annotated[
-        str,
-        typer.Option("--nproc-per-node", "--nproc", metavar="N", help="Ranks: a number, cpu, gpu or auto."),
-    ] = "1",
+        str | None,
+        typer.Option(
+            "--nproc-per-node", "--nproc", metavar="N", help="Ranks: a number, cpu, gpu or auto. [default: 1]"
+        ),
+    ] = None,
     standbys: Annotated[int, typer.Option(metavar="N", help="Warm workers that wait to take over.")] = 1,
     max_restarts: Annotated[int, typer.Option(metavar="N", help="Dead workers that are replaced.")] = 100,
     run_id: Annotated[str | None, typer.Option(metavar="ID", help="[default: a new one]")] = None,
@@ -54,12 +56,13 @@ def run(
     if resume_run is not None:
         if script is not None:
             raise ConfigError(f"run {resume_run} knows its script", fix="Leave the script out with --resume.")
+        asked = None if nproc is None else processes(nproc)
         follower = Follower(attach_to(resume_run), from_now=True)
-        _start(lambda: resume(resume_run), follower, detach=detach)
+        _start(lambda: resume(resume_run, nproc=asked), follower, detach=detach)
         return
     if script is None:
         raise ConfigError("there is no script", fix="Write `resilient run SCRIPT`, or `--resume RUN`.")
-    ranks, budget = processes(nproc), size(store_budget)
+    ranks, budget = processes(nproc or "1"), size(store_budget)
     _start(
         lambda: launch(
             script=script, arguments=arguments or (), module=module, run_id=run_id, nproc=ranks,

@@ -98,6 +98,9 @@ _TELLERS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "AgentJoined": lambda f: f"agent joined with {count(len(f['workers']), 'worker')}",
     "WorkerStarted": lambda f: f"worker {f['worker']} started, pid {f['pid']}",
     "WorkerExited": _ended_badly,
+    "StartFailed": lambda f: f"workers cannot be started: {f['reason']}",
+    "RestoreFailed": lambda f: f"step {f['step']} is not restored: {f['reason']}",
+    "UploadMissed": lambda f: f"step {f['step']} is not stored: {f['reason']}",
     "StandbyReady": lambda f: (
         f"worker {f['worker']} stands by, warm"
         if f["warm"]

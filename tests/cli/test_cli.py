@@ -103,6 +103,9 @@ def test_detached_from_the_start_and_resumed_after_a_stop(cli: Cli) -> None:
     committed = attach(ident).status().committed
     assert committed is not None
     assert committed < 60
+    other = cli("run", "--resume", ident, "--nproc-per-node", "7")
+    assert other.returncode == 2
+    assert "has 2 ranks, and to go on with 7 is not possible yet" in other.stderr
     resumed = cli("run", "--resume", ident)
     assert resumed.returncode == 0, resumed.stderr
     assert "run resumed" in resumed.stderr
