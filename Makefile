@@ -15,7 +15,7 @@ help:
 	@echo "make demo    kill a rank of a running training and see that nothing is lost"
 	@echo "make test    all tests"
 	@echo "make lint    format, style, floors, types"
-	@echo "make bench   the benchmarks, one after the other (JSON in $(VENV)/bench)"
+	@echo "make bench   the benchmarks, one after the other, into BENCHMARKS.md (JSON in $(VENV)/bench)"
 	@echo "make soak    a storm of faults for MINUTES=$(MINUTES) minutes"
 	@echo "make clean   removes $(VENV)"
 
@@ -36,6 +36,7 @@ bench: $(VENV)/.dev
 	@for name in recovery overhead startup leak; do \
 		$(BIN)/python tests/benchmarks/$$name.py --json $(VENV)/bench/$$name.json; \
 	done
+	@$(BIN)/python tests/benchmarks/gather.py $(VENV)/bench/{recovery,overhead,startup,leak}.json
 
 soak: $(VENV)/.dev
 	@$(BIN)/python tests/process/soak.py --minutes $(MINUTES)
