@@ -127,6 +127,8 @@ def test_at_any_moment_of_the_users_code(moment: str, work: Workload, undisturbe
 
 @pytest.mark.parametrize("moment", ["capture", "captured", "upload", "manifest"])
 def test_at_any_moment_of_saving(moment: str, work: Workload, undisturbed: Any) -> None:
+    # Slow enough that each step is uploaded: else the first upload to strike may be the last step's.
+    work = replace(work, pause_s=0.05)
     story = tell(work, faults=[kill(1, moment)])
     assert story.result == undisturbed(work)
     assert story.status.recoveries == 1
