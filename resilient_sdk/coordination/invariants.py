@@ -88,7 +88,7 @@ def _stepping(s: RunState) -> Iterator[str]:
 def _budgets(s: RunState) -> Iterator[str]:
     if not 0 <= s.owed <= s.restarts <= s.max_restarts:
         yield f"{s.owed} owed of {s.restarts} restarts, {s.max_restarts} allowed"
-    if s.phase == Phase.STEPPING and not s.broken_at and s.owed:
-        yield f"{s.owed} workers are owed though nothing is broken"
+    if s.is_calm() and s.owed:
+        yield f"{s.owed} workers are owed though no recovery is under way"
     if s.head < -1 or s.best < 0 or s.generation < 0:
         yield f"head {s.head}, best {s.best}, generation {s.generation}"

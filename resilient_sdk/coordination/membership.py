@@ -29,9 +29,8 @@ def pay_owed(turn: Turn, count: int) -> None:
 def pay_when_calm(turn: Turn) -> None:
     """Orders what is owed, but not during a recovery: warming up would take the processors from those who
     recover."""
-    s = turn.state
-    if s.phase == Phase.STEPPING and not s.broken_at:
-        pay_owed(turn, s.owed)
+    if turn.state.is_calm():
+        pay_owed(turn, turn.state.owed)
 
 
 def break_generation(turn: Turn, cause: str) -> None:

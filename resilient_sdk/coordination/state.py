@@ -136,6 +136,12 @@ class RunState:
         free = [w for w in self.workers if w.role in order]
         return sorted(free, key=lambda w: (order[w.role] + (w.role == Role.READY and not w.warm), w.worker))
 
+    def is_calm(self) -> bool:
+        """Whether no recovery is under way: its first step is committed, or a second one done where the store
+        is late."""
+        settled = self.generation == 1 or self.head > self.restore_step or self.best > self.restore_step + 1
+        return self.phase == Phase.STEPPING and not self.broken_at and settled
+
     def step_seconds(self) -> float:
         """The median of the last step times, or 0.0."""
         return median(self.durations) if self.durations else 0.0

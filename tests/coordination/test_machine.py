@@ -148,6 +148,7 @@ class TestRecovery:
         scene = recovering(3)
         assert told(GenerationFormed, scene.recover(1))[0].lost == 2
         assert told(RecoveryFinished, scene.run_step(2))[0].lost == 2
+        scene.tell(HeadMoved(2, 2))
         scene.start(4)
         scene.ready(4)
         scene.die(0)
@@ -168,7 +169,14 @@ class TestRecovery:
     def test_the_new_standby_is_ordered_only_after_the_recovery(self) -> None:
         scene = recovering(3)
         assert not only(StartWorker, scene.recover(3))
-        assert only(StartWorker, scene.run_step(4)) == [StartWorker(4)]
+        assert not only(StartWorker, scene.run_step(4))
+        assert only(StartWorker, scene.tell(HeadMoved(2, 4))) == [StartWorker(4)]
+
+    def test_the_new_standby_does_not_wait_for_a_store_that_is_behind(self) -> None:
+        scene = recovering(3)
+        scene.recover(3)
+        scene.run_step(4)
+        assert only(StartWorker, scene.run_step(5)) == [StartWorker(4)]
 
     def test_nothing_common_and_nothing_begun_starts_from_scratch(self) -> None:
         scene = restoring()
@@ -255,7 +263,8 @@ class TestSeveralFaults:
         scene.die(1)
         assert scene.die(4) == []
         scene.recover(3)
-        assert only(StartWorker, scene.run_step(4)) == [StartWorker(5), StartWorker(6)]
+        scene.run_step(4)
+        assert only(StartWorker, scene.run_step(5)) == [StartWorker(5), StartWorker(6)]
 
     @pytest.mark.parametrize("offered", [False, True], ids=["joining", "restoring"])
     def test_a_promoted_standby_that_dies_before_it_stands_is_lost_like_any_rank(self, offered: bool) -> None:
@@ -271,7 +280,8 @@ class TestSeveralFaults:
         for number in (2, 3, 4):
             scene.die(scene.owner(1))
             scene.recover(number - 1)
-            [start] = only(StartWorker, scene.run_step(number))
+            scene.run_step(number)
+            [start] = only(StartWorker, scene.tell(HeadMoved(scene.generation, number)))
             scene.start(start.worker)
             scene.ready(start.worker)
         assert scene.state.history[1] == [1, 3, 4, 5]
