@@ -1,6 +1,6 @@
 """One pass of the user's loop: one micro-batch, and what happens when it does not come to its end."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -48,6 +48,3 @@ def _number(value: Any) -> float:
 
 def _left_before(_step: Step, _problem: BaseException | None) -> bool:
     raise RuntimeError("a step can be entered once; take the next one from job.steps()")
-
-
-Metrics = Mapping[str, float]

@@ -60,7 +60,7 @@ def until(run: Run, condition: Callable[[Status], bool]) -> Status:
         status = run.status()
         if condition(status) or status.ended:
             return status
-        time.sleep(0.03)
+        time.sleep(0.005)
     raise AssertionError(f"never happened: {run.status()}")
 
 

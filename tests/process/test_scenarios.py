@@ -7,7 +7,6 @@ a fault, bit for bit, and nothing is left: no process, no shared memory.
 import os
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ import resilient_sdk as rs
 from resilient_sdk.errors import NoStandbyLeft, RunFailed
 from resilient_sdk.faults import Fault
 from resilient_sdk.runtime.run import Run, Status
+from tests.process.kit import until
 from tests.process.workload import Result, Workload, read_result
 
 NPROC = 3
@@ -53,17 +53,6 @@ def tell(work: Workload, during: Callable[[Run], None] | None = None, **options:
         run.stop()
         raise
     return Story(status, run.events(), read_result(work.out, NPROC))
-
-
-def until(run: Run, condition: Callable[[Status], bool]) -> Status:
-    """Waits for a run to come to a point."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        status = run.status()
-        if condition(status) or status.ended:
-            return status
-        time.sleep(0.005)
-    raise AssertionError(f"never happened: {run.status()}")
 
 
 @pytest.fixture(scope="session")
