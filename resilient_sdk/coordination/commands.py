@@ -50,12 +50,16 @@ class Leave(Command):
 
 @dataclass(frozen=True, slots=True)
 class Join(Command):
-    """Own `rank` in `generation`; implies Leave of every older one."""
+    """Own `rank` in `generation`; implies Leave of every older one.
+
+    `restores`: the group will stand at a snapshot or not at all, so that the weights it builds with are nobody's.
+    """
 
     worker: int
     generation: int
     rank: int
     world_size: int
+    restores: bool
 
 
 @dataclass(frozen=True, slots=True)

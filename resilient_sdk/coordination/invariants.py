@@ -69,6 +69,8 @@ def _formed(s: RunState) -> Iterator[str]:
             yield f"offers of {sorted(s.offers)}, restored {s.restored} while restoring"
         if not s.scratch and any(s.restore_step not in steps for steps in s.offers.values()):
             yield f"step {s.restore_step} is not common"
+        if s.scratch and s.restores:
+            yield "members built for a snapshot are to start from scratch"
 
 
 def _stepping(s: RunState) -> Iterator[str]:

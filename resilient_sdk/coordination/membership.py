@@ -80,7 +80,7 @@ def _form(turn: Turn, promotions: list[tuple[int, WorkerState]]) -> None:
         s.owners[rank] = worker.worker
         s.history[rank].append(worker.worker)
     s.offers, s.restored, s.done, s.stored, s.pending = {}, [], [], {}, []
-    s.target = -1
+    s.restores, s.target = s.has_trained(), -1
     turn.enter(Phase.JOINING)
     for worker in s.members():
         # What it waited in is over, and whoever pauses has the time of a start to come back.
@@ -90,7 +90,8 @@ def _form(turn: Turn, promotions: list[tuple[int, WorkerState]]) -> None:
 
 
 def join_order(turn: Turn, worker: WorkerState) -> Join:
-    return Join(worker.worker, turn.state.generation, worker.place, turn.state.nproc)
+    s = turn.state
+    return Join(worker.worker, s.generation, worker.place, s.nproc, s.restores)
 
 
 def settle_fresh(turn: Turn) -> None:

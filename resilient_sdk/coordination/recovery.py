@@ -21,8 +21,7 @@ def steps_offered(turn: Turn, fact: StepsOffered) -> None:
 def _choose_step(turn: Turn) -> None:
     s = turn.state
     common = set.intersection(*(set(steps) for steps in s.offers.values()))
-    # A member that was told to train may have changed its model without finishing a step: it is no start.
-    if not common and (s.best > 0 or any(w.begun for w in s.members())):
+    if not common and s.restores:
         turn.end("failed", f"no step is left that every rank can restore (step {s.best} was finished)",
                  {"kind": "NothingToRestore", "offers": dict(s.offers)})  # fmt: skip
         return

@@ -89,6 +89,7 @@ class RunState:
     deaths_in_row: int = 0
     retries_in_row: int = 0
 
+    restores: bool = False  # the generation will not start from scratch, whatever its members offer
     offers: dict[str, list[int]] = field(default_factory=dict)  # by rank
     restored: list[int] = field(default_factory=list)  # ranks
     restore_step: int = 0
@@ -141,6 +142,10 @@ class RunState:
         is late."""
         settled = self.generation == 1 or self.head > self.restore_step or self.best > self.restore_step + 1
         return self.phase == Phase.STEPPING and not self.broken_at and settled
+
+    def has_trained(self) -> bool:
+        """Whether a step was finished, or a member told to train: its model is changed, and no start any more."""
+        return self.best > 0 or any(worker.begun for worker in self.members())
 
     def step_seconds(self) -> float:
         """The median of the last step times, or 0.0."""

@@ -8,7 +8,8 @@ import copy
 import gc
 import importlib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -139,12 +140,14 @@ class EngineSpec:
         return ds_config.batch(self.config, world_size).accumulation
 
 
-def build(spec: EngineSpec, *, solo: bool, world_size: int) -> Any:
+def build(spec: EngineSpec, *, solo: bool, world_size: int, equal_weights: bool = True) -> Any:
     """A DeepSpeed engine in the group that is formed (all its ranks together).
 
     solo: a rehearsal in a group of one for a job of `world_size`; `tear_down` undoes what it did to the
-    model. ZeRO 0 to 2 keep one model for every build; ZeRO 3 makes a new one each time. Raises what DeepSpeed
-    or the user's functions raise, after everything process-wide is reset.
+    model. equal_weights: all get rank 0's, as DeepSpeed does it; without it the engine must be loaded before it
+    is used, and the group saves a broadcast of the whole model, a third of a rebuild. ZeRO 0 to 2 keep one
+    model for every build; ZeRO 3 makes a new one each time. Raises what DeepSpeed or the user's functions
+    raise, after everything process-wide is reset.
     """
     deepspeed = _deepspeed()
     undo: list[tuple[nn.Module, dict[str, torch.Tensor]]] = []
@@ -154,7 +157,7 @@ def build(spec: EngineSpec, *, solo: bool, world_size: int) -> Any:
             undo.append((model, _copies(model)))
         config = ds_config.for_one_rank(spec.config, world_size) if solo else copy.deepcopy(spec.config)
         # ZeRO-3 formats its arguments for a message it does not print: every weight, 40 % of a build.
-        with torch._tensor_str.printoptions(threshold=0, edgeitems=1):
+        with torch._tensor_str.printoptions(threshold=0, edgeitems=1), _broadcast(equal_weights):
             engine, *_ = deepspeed.initialize(
                 model=model,
                 config=config,
@@ -171,6 +174,22 @@ def build(spec: EngineSpec, *, solo: bool, world_size: int) -> Any:
         raise
     engine.__dict__.update(_resilient_undo=undo, _resilient_kept=spec._kept)
     return engine
+
+
+@contextmanager
+def _broadcast(wanted: bool) -> Iterator[None]:
+    kind = _deepspeed().DeepSpeedEngine
+    broadcast = kind._broadcast_model
+    if not wanted:
+        kind._broadcast_model = _leave_weights
+    try:
+        yield
+    finally:
+        kind._broadcast_model = broadcast
+
+
+def _leave_weights(_engine: Any) -> None:
+    """What is loaded next overwrites them."""
 
 
 def tear_down(engine: Any | None) -> None:

@@ -112,7 +112,9 @@ class Seat:
         self._member.entered(self._group, join.generation)
         self._member.context.faults.point("build", rank=join.rank)
         with self._phase("rebuild"):
-            self.engine = engines.build(self._spec, solo=False, world_size=join.world_size)
+            self.engine = engines.build(
+                self._spec, solo=False, world_size=join.world_size, equal_weights=not join.restores
+            )
         self._group.watch_sockets()
 
     def _form(self, join: Join) -> Group:

@@ -100,6 +100,7 @@ def torchrun(work: Work, *, nproc: int, restarts: int = 0) -> Iterator[subproces
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
+        "THP_MEM_ALLOC_ENABLE": "1",  # as a run of ours has it
         "GLOO_SOCKET_IFNAME": "lo",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }

@@ -87,14 +87,22 @@ class TestFormation:
     def test_the_first_n_workers_get_the_ranks_and_the_rest_stand_by(self) -> None:
         scene = Scene()
         assert scene.start(0, 1) == []
-        assert scene.start(2) == [Join(0, 1, 0, 3), Join(1, 1, 1, 3), Join(2, 1, 2, 3)]
+        assert scene.start(2) == [
+            Join(0, 1, 0, 3, restores=False),
+            Join(1, 1, 1, 3, restores=False),
+            Join(2, 1, 2, 3, restores=False),
+        ]
         assert scene.start(3) == [StandBy(3)]
 
     def test_a_worker_that_dies_before_it_was_told_anything_is_replaced(self) -> None:
         scene = Scene(standbys=0)
         scene.start(0)
         assert scene.die(0) == [StartWorker(3)]
-        assert scene.start(1, 2, 3) == [Join(1, 1, 0, 3), Join(2, 1, 1, 3), Join(3, 1, 2, 3)]
+        assert scene.start(1, 2, 3) == [
+            Join(1, 1, 0, 3, restores=False),
+            Join(2, 1, 1, 3, restores=False),
+            Join(3, 1, 2, 3, restores=False),
+        ]
 
     def test_a_run_that_finds_no_snapshot_starts_from_scratch(self) -> None:
         assert joining().offer() == [RestoreFrom(worker, 1, 0, scratch=True) for worker in range(3)]
@@ -131,7 +139,11 @@ class TestRecovery:
         assert told(GenerationBroken, out) == [GenerationBroken(1, "rank 1 was killed by signal 9")]
         assert told(StandbyPromoted, out) == [StandbyPromoted(2, 1, 3, warm=True)]
         assert only(Leave, out) == [Leave(0, 1), Leave(2, 1)]
-        assert only(Join, out) == [Join(0, 2, 0, 3), Join(3, 2, 1, 3), Join(2, 2, 2, 3)]
+        assert only(Join, out) == [
+            Join(0, 2, 0, 3, restores=True),
+            Join(3, 2, 1, 3, restores=True),
+            Join(2, 2, 2, 3, restores=True),
+        ]
         assert not only(StartWorker, out)
 
     def test_everybody_leaves_before_anybody_joins(self) -> None:
@@ -242,7 +254,11 @@ class TestSeveralFaults:
         out = scene.die(1, 2)
         assert scene.state.phase == Phase.FORMING
         assert only(StartWorker, out) == [StartWorker(4)]
-        assert only(Join, scene.start(4)) == [Join(0, 3, 0, 3), Join(3, 3, 1, 3), Join(4, 3, 2, 3)]
+        assert only(Join, scene.start(4)) == [
+            Join(0, 3, 0, 3, restores=True),
+            Join(3, 3, 1, 3, restores=True),
+            Join(4, 3, 2, 3, restores=True),
+        ]
 
     def test_an_idle_standby_that_dies_disturbs_nobody_and_is_replaced(self) -> None:
         scene = stepping(3)
@@ -273,7 +289,11 @@ class TestSeveralFaults:
             scene.offer(3)
         out = scene.die(3)
         assert only(Leave, out) == [Leave(0, 2), Leave(2, 2)]
-        assert only(Join, out) == [Join(0, 3, 0, 3), Join(4, 3, 1, 3), Join(2, 3, 2, 3)]
+        assert only(Join, out) == [
+            Join(0, 3, 0, 3, restores=True),
+            Join(4, 3, 1, 3, restores=True),
+            Join(2, 3, 2, 3, restores=True),
+        ]
 
     def test_the_same_rank_three_times(self) -> None:
         scene = stepping(1)
@@ -290,7 +310,11 @@ class TestSeveralFaults:
     def test_without_a_standby_a_new_worker_is_ordered_at_once(self) -> None:
         scene = stepping(3, standbys=0)
         assert only(StartWorker, scene.die(1)) == [StartWorker(3)]
-        assert only(Join, scene.start(3)) == [Join(0, 2, 0, 3), Join(3, 2, 1, 3), Join(2, 2, 2, 3)]
+        assert only(Join, scene.start(3)) == [
+            Join(0, 2, 0, 3, restores=True),
+            Join(3, 2, 1, 3, restores=True),
+            Join(2, 2, 2, 3, restores=True),
+        ]
 
     def test_a_standby_that_still_warms_up_is_better_than_a_new_worker(self) -> None:
         scene = Scene()
@@ -298,7 +322,7 @@ class TestSeveralFaults:
         scene.offer()
         scene.restore(0)
         out = scene.die(1)
-        assert Join(3, 2, 1, 3) in out
+        assert Join(3, 2, 1, 3, restores=True) in out
         assert not only(StartWorker, out)
 
     def test_the_warm_standby_goes_first(self) -> None:
@@ -417,7 +441,11 @@ class TestExceptions:
         out = scene.wait(VERDICT_S)
         assert told(GenerationBroken, out) == [GenerationBroken(1, "rank 1 raised ValueError at step 3")]
         assert only(Leave, out) == [Leave(0, 1), Leave(1, 1), Leave(2, 1)]
-        assert only(Join, out) == [Join(0, 2, 0, 3), Join(1, 2, 1, 3), Join(2, 2, 2, 3)]
+        assert only(Join, out) == [
+            Join(0, 2, 0, 3, restores=True),
+            Join(1, 2, 1, 3, restores=True),
+            Join(2, 2, 2, 3, restores=True),
+        ]
 
     def test_the_same_exception_at_the_same_step_again_ends_the_run_with_the_first_traceback(self) -> None:
         scene = stepping(3)
@@ -532,7 +560,7 @@ class TestExits:
         scene.begin(4)
         out = scene.die(1, code=code)
         assert told(RankLost, out)[0].cause == f"exited with status {code}"
-        assert Join(3, 2, 1, 3) in out
+        assert Join(3, 2, 1, 3, restores=True) in out
         scene.recover(3)
         scene.begin(4)
         end = ended(scene.die(3, code=code))
@@ -572,7 +600,7 @@ class TestExits:
         scene.die(1)
         if offered:
             scene.offer(3)
-        assert Join(4, 3, 0, 3) in scene.die(0, code=0)
+        assert Join(4, 3, 0, 3, restores=True) in scene.die(0, code=0)
 
 
 class TestStalls:
@@ -614,7 +642,9 @@ class TestStalls:
         scene = stepping(3)
         for _ in range(MAX_RETRIES_IN_ROW):
             out = scene.wait(FLOOR_S, waiting=[0, 1, 2])
-            assert only(Join, out) == [Join(worker, scene.generation, worker, 3) for worker in range(3)]
+            assert only(Join, out) == [
+                Join(worker, scene.generation, worker, 3, restores=True) for worker in range(3)
+            ]
             scene.recover(3)
         end = ended(scene.wait(FLOOR_S, waiting=[0, 1, 2]))
         assert (end.outcome, end.error) == ("failed", {"kind": "Stalled"})
@@ -879,7 +909,11 @@ class TestResume:
         scene.tell(HeadMoved(1, 2), StopRequested("enough"))
         assert scene.tell(RunResumed()) == [StartWorker(4), StartWorker(5), StartWorker(6), StartWorker(7)]
         out = scene.start(4, 5, 6, 7)
-        assert only(Join, out) == [Join(4, 2, 0, 3), Join(5, 2, 1, 3), Join(6, 2, 2, 3)]
+        assert only(Join, out) == [
+            Join(4, 2, 0, 3, restores=True),
+            Join(5, 2, 1, 3, restores=True),
+            Join(6, 2, 2, 3, restores=True),
+        ]
         assert only(RestoreFrom, scene.offer(2))[0] == RestoreFrom(4, 2, 2, scratch=False)
 
     def test_failures_of_before_do_not_count_after(self) -> None:
@@ -919,12 +953,16 @@ class TestTheControllerComesBack:
         assert scene.rejoin() == [StartWorker(3), Leave(0, 1), Leave(2, 1)]
 
     def test_while_it_joins_members_are_told_again_to_join(self) -> None:
-        assert recovering(3).rejoin() == [Join(0, 2, 0, 3), Join(2, 2, 2, 3), Join(3, 2, 1, 3)]
+        assert recovering(3).rejoin() == [
+            Join(0, 2, 0, 3, restores=True),
+            Join(2, 2, 2, 3, restores=True),
+            Join(3, 2, 1, 3, restores=True),
+        ]
 
     def test_while_it_restores_the_step_is_told_again(self) -> None:
         out = restoring().rejoin()
         assert out == [
-            *(Join(worker, 1, worker, 3) for worker in range(3)),
+            *(Join(worker, 1, worker, 3, restores=False) for worker in range(3)),
             *(RestoreFrom(worker, 1, 0, scratch=True) for worker in range(3)),
         ]
 
@@ -935,7 +973,7 @@ class TestTheControllerComesBack:
         out = scene.rejoin()
         assert only(Go, out) == [Go(worker, 1) for worker in range(3)]
         assert only(StoreSnapshot, out) == [StoreSnapshot(0, 1, 1), StoreSnapshot(2, 1, 1)]
-        assert only(Join, out) == [Join(worker, 1, worker, 3) for worker in range(3)]
+        assert only(Join, out) == [Join(worker, 1, worker, 3, restores=False) for worker in range(3)]
 
     def test_after_the_last_step_finish_and_release_are_told_again(self) -> None:
         assert finishing().rejoin() == [Finish(0, 1), Finish(1, 1), Finish(2, 1), Release(3)]
@@ -954,13 +992,21 @@ class TestTheControllerComesBack:
         scene = stepping(3)
         out = scene.rejoin(1)
         assert told(RankLost, out) == [RankLost(1, 1, 1, "vanished")]
-        assert only(Join, out) == [Join(0, 2, 0, 3), Join(3, 2, 1, 3), Join(2, 2, 2, 3)]
+        assert only(Join, out) == [
+            Join(0, 2, 0, 3, restores=True),
+            Join(3, 2, 1, 3, restores=True),
+            Join(2, 2, 2, 3, restores=True),
+        ]
 
     def test_all_that_are_missing_are_one_fault_and_none_of_them_is_promoted(self) -> None:
         scene = stepping(3, standbys=2)
         out = scene.rejoin(1, 3)
         assert scene.generation == 2
-        assert only(Join, out) == [Join(0, 2, 0, 3), Join(4, 2, 1, 3), Join(2, 2, 2, 3)]
+        assert only(Join, out) == [
+            Join(0, 2, 0, 3, restores=True),
+            Join(4, 2, 1, 3, restores=True),
+            Join(2, 2, 2, 3, restores=True),
+        ]
 
     def test_when_the_whole_node_was_lost_the_run_starts_over_from_the_store(self) -> None:
         scene = stepping(3)

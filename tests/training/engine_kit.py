@@ -169,6 +169,7 @@ class Rank:
 
     def life(self, generation):
         group = form(self.store, generation, self.slot)
-        engine = door.build(self.spec, solo=False, world_size=WORLD)
+        # A later life is loaded from a state: what its members' models held is nobody's, and differs.
+        engine = door.build(self.spec, solo=False, world_size=WORLD, equal_weights=generation == 0)
         group.watch_sockets()
         return engine, group

@@ -81,6 +81,23 @@ def rollback(args, slot, store):
     return {"ok": True, "lr": reference[2], "loss": reference[0][-1], "skipped": skipped, "scale": scale}
 
 
+def unequal(args, slot, store):
+    """Ranks whose models differ: a build makes them equal, unless it is told that they will be loaded."""
+
+    def own():
+        torch.manual_seed(slot)
+        return Net()
+
+    spec, sums = door.EngineSpec.from_arguments(model=own, config=config_of(args)), []
+    for generation, equal in enumerate((False, True)):
+        group = form(store, generation, slot)
+        engine = door.build(spec, solo=False, world_size=WORLD, equal_weights=equal)
+        group.watch_sockets()
+        sums.append(digest(engine)[1])
+        leave(engine, group)
+    return {"ok": True, "weights": sums}
+
+
 def fault(args, slot, store):
     """A rank dies or stops inside a step; the others' collective is aborted, a standby takes over."""
     rank = Rank(args, slot if slot < WORLD else 1, store)
@@ -434,6 +451,6 @@ SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
         *(rollback, fault, cycles, first_build, failed_build, rehearsal_undone),
-        *(timeouts, cancelled, dies_while_forming, refused, accepted, misfit, bench),
+        *(timeouts, cancelled, dies_while_forming, refused, accepted, misfit, bench, unequal),
     )
 }

@@ -65,6 +65,12 @@ def test_after_a_failed_build_the_next_one_is_as_the_first(zygote, stage, where)
     zygote.run("failed_build", stage=stage, where=where)
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_build_equals_the_weights_of_all_ranks_unless_they_will_be_loaded(zygote, stage):
+    left, equalled = zip(*(answer["weights"] for answer in zygote.run("unequal", stage=stage)), strict=True)
+    assert (len(set(left)), len(set(equalled))) == (3, 1)
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_rehearsal_leaves_the_model_as_it_was(zygote, stage):
     zygote.run("rehearsal_undone", processes=1, stage=stage)
